@@ -737,6 +737,22 @@ def test_a_state_dict_reads_and_writes_packed_weights(ltx: ModuleType, device: s
     assert not any(module._state_dict_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("part", ["state_dict", "restore"])
+def test_packed_weights_under_inference_mode(ltx: ModuleType, device: str, part: str) -> None:
+    """A script that runs under inference mode hands on tensors that can be trained, as the stock model's."""
+    model = make_model(device)
+    ltx.optimize(model)
+    with torch.inference_mode():
+        state = model.state_dict()
+        if part == "restore":
+            ltx.restore(model)
+    assert not any(tensor.is_inference() for tensor in (*state.values(), *model.parameters()))
+    written = (parameter := model.transformer_blocks[0].attn1.to_k.bias)._version
+    if part == "state_dict":
+        state["transformer_blocks.0.attn1.to_k.bias"].fill_(3)
+        assert parameter.eq(3).all() and parameter._version > written
+
+
 def test_a_state_dict_outlives_packed_weights(ltx: ModuleType, device: str) -> None:
     """A program that offloads a model keeps its state dict, and the parameters go."""
     model = make_model(device)

@@ -610,6 +610,16 @@ def test_parts_of_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)
+def test_traced_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
+    """Under torch.jit.trace sizes are tensors."""
+    model, ids = make_falcon(device, **config), make_ids(device)
+    model.config.use_cache = model.config.return_dict = False
+    ltx.optimize(model)
+    expected = model(ids)[0]
+    assert torch.equal(torch.jit.trace(model, (ids,), check_trace=False)(ids)[0], expected)
+
+
 def test_falcon_in_training(ltx: ModuleType, device: str) -> None:
     """With a dropout the layers run stock."""
     model, ids = make_falcon(device, hidden_dropout=0.5), make_ids(device)

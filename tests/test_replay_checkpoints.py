@@ -203,6 +203,28 @@ def test_adapters_that_draw_random_numbers(ltx: ModuleType, device: str) -> None
     assert "peft computes adapters" in str(report)
 
 
+def test_merged_adapters_that_are_disabled(ltx: ModuleType, device: str) -> None:
+    """peft takes them out of the weights in the first run, so that the second one finds other adapters."""
+    found = []
+    for optimized in (False, True):
+        family = FAMILIES["ltx"]
+        model = with_checkpoints(with_adapters(make(family, device), family))
+        model.proj_out.requires_grad_(True)
+        model.transformer_blocks[0].ff.net[2].weight.requires_grad_(True)
+        if optimized:
+            ltx.optimize(model)
+        layers = [module for module in model.modules() if hasattr(module, "merge")]
+        for _ in range(3):
+            for layer in layers:
+                layer.enable_adapters(True)
+                layer.merge()
+                layer.enable_adapters(False)
+            found.append(step(model, cast(family.inputs(1), device, torch.float32)))
+    for (loss, gradients), (stock, wanted) in zip(found[3:], found[:3]):
+        torch.testing.assert_close(loss, stock)
+        torch.testing.assert_close(gradients, wanted)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_way_in_the_backward_is_an_error(ltx: ModuleType, device: str, change: str) -> None:
     family = FAMILIES["ltx"]

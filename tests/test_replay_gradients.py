@@ -107,6 +107,23 @@ def test_gradients_of_other_parameters(ltx: ModuleType, replay: ModuleType, kind
     assert sum(isinstance(call, kind) for call in calls(replay, model)) == 3  # two of block 0
 
 
+def test_buffers_are_written_once_a_step(ltx: ModuleType, device: str) -> None:
+    """The call that runs for its recording alone does not move the vectors of a spectral norm, which are buffers."""
+    found = []
+    for optimized in (False, True):
+        model = make(FAMILIES["ltx"], device).train().requires_grad_(True)
+        torch.manual_seed(0)
+        layer = torch.nn.utils.parametrizations.spectral_norm(model.transformer_blocks[0].ff.net[2])
+        if optimized:
+            ltx.optimize(model)
+        inputs = cast(FAMILIES["ltx"].inputs(2), device, torch.float32)
+        for _ in range(4):
+            model(**inputs, return_dict=False)[0].sum().backward()
+        found.append(layer.parametrizations.weight[0]._u)
+    assert not torch.equal(found[0], torch.zeros_like(found[0]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
 def test_a_parameter_of_two_layers(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
     """It has one gradient, the sum of both."""
     model, inputs, _ = tiny(ltx, device)

@@ -730,6 +730,26 @@ def _two_of(name: str, device: str) -> tuple[nn.Module, nn.Module, dict[str, Any
     return stock, copy.deepcopy(stock), given
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_parameters_that_torch_exchanges(ltx: ModuleType, device: str, restored: bool) -> None:
+    """With this switch `to` and `load_state_dict` exchange parameters, which only the model may hold then."""
+    stock, model, given = _two_of("ltx", device)
+    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    ltx.optimize(model, graphs=False)
+    for _ in range(3):
+        model(**given, return_dict=False)
+    if restored:
+        ltx.restore(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64).to(torch.float32)
+        model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for _ in range(3):
+        assert _off(_flat(model(**given, return_dict=False)), _flat(stock(**given, return_dict=False))) < CLOSE
+
+
 def test_a_linear_layer_whose_weight_is_no_parameter(ltx: ModuleType, device: str) -> None:
     stock, model, given = _two_of("ltx", device)
     ltx.optimize(model, graphs=False)

@@ -661,6 +661,23 @@ def test_masked_tokens_of_falcon(ltx: ModuleType, device: str, masked: list[int]
         masked.clear()
 
 
+def test_a_sample_that_sees_nothing(ltx: ModuleType, device: str, masked: list[int]) -> None:
+    """A server fills a batch of a fixed size with samples whose mask is 0, also for their new token."""
+    model, ids = make("Llama", device), make_ids(device)
+    seen = torch.ones(ids.shape[0], ids.shape[1] + 1, dtype=torch.int64, device=device)
+    seen[0] = 0
+
+    def run() -> Tensor:
+        cache = model(ids, attention_mask=seen[:, :-1], use_cache=True).past_key_values
+        logits: Tensor = model(ids[:, :1], past_key_values=cache, attention_mask=seen).logits
+        return logits
+
+    stock = run()
+    ltx.optimize(model)
+    assert distance(run(), stock) < CLOSE
+    assert masked == [ids.shape[1]] * LAYERS + [ids.shape[1] + 1] * LAYERS
+
+
 def test_static_caches_with_their_mask(ltx: ModuleType, device: str, masked: list[int]) -> None:
     model, ids = make("Llama", device), make_ids(device)
     caches = [StaticCache(config=model.config, max_cache_len=32) for _ in range(2)]

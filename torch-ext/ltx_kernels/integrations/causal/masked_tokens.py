@@ -61,24 +61,27 @@ def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     batch, heads, tokens, width = query.shape
     groups, length = key.shape[1:3]
     shared = heads // groups
-    # One token always sees itself, and its row of the bias serves all heads of a group.
-    rows = 1 if tokens == 1 else shared
+    rows = 1 if tokens == 1 else shared  # the row of one token serves all heads of a group
 
-    def make() -> tuple[Tensor, Tensor | None]:
+    def make() -> tuple[Tensor, Tensor]:
+        """The bias of the scores, and the factor of the weights: 0 for a token that sees nothing, otherwise 1."""
         if mask.dtype == torch.bool:
             bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
         else:
             bias = mask.float()
-        bias = bias.unsqueeze(2).expand(batch, groups, rows, tokens, length).reshape(-1, rows * tokens, length)
-        return bias, None if tokens == 1 else (bias == -torch.inf).all(-1, keepdim=True)
+        sees_nothing = (bias == -torch.inf).all(-1, keepdim=True)
+        bias = bias.masked_fill(sees_nothing, 0.0)  # or the weights are NaN
 
-    bias, sees_nothing = kept(site, ("bias of tokens", batch, groups, rows), (mask,), make)
+        def of_rows(x: Tensor) -> Tensor:
+            return x.unsqueeze(2).expand(batch, groups, rows, tokens, -1).reshape(batch * groups, rows * tokens, -1)
+
+        return of_rows(bias), of_rows((~sees_nothing).float())
+
+    bias, factor = kept(site, ("bias of tokens", batch, groups, rows), (mask,), make)
     queries = query.reshape(-1, shared * tokens, width)
     scores = _scores(bias, queries, key.reshape(-1, length, width), scale)
-    weights = scores.softmax(-1)
-    if sees_nothing is not None:
-        weights = weights.masked_fill_(sees_nothing, 0.0)
-    output = torch.bmm(weights.to(query.dtype), value.reshape(-1, length, width))
+    weights = torch.mul(scores.softmax(-1), factor, out=scores.new_empty(scores.shape, dtype=query.dtype))
+    output = torch.bmm(weights, value.reshape(-1, length, width))
     return output.view(batch, heads, tokens, width).transpose(1, 2)
 
 

@@ -169,12 +169,12 @@ class Linears:
         if not self._given:
             return []
         adapted = [given for given in self._given if is_lora(given)]
+        state = [] if self._compiling else list(map(adapters_state, adapted))
         if self.scaled:
             for given in adapted:
                 follow_layer(given)
         if self._compiling:
             return self._find_adapters()
-        state = list(map(adapters_state, adapted))
         if self._known is None or self._known[0] != state:
             with without_function_modes():  # a recording sees every question to a tensor
                 self._known = state, self._find_adapters()

@@ -38,6 +38,8 @@ class LoraLayer(Protocol):
     lora_variant: Mapping[str, object]
     scaling: Mapping[str, float]
 
+    def unmerge(self) -> None: ...
+
 
 class LowRank(NamedTuple):
     """What an adapter adds to a linear layer: ``scale * F.linear(F.linear(x, down), up, bias)``."""
@@ -78,8 +80,14 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def adapters_state(module: nn.Module) -> Hashable:
-    """What `adapters_of` finds out about a layer beside its modules and their parameters."""
+    """What `adapters_of` finds out about a layer beside its modules and their parameters.
+
+    Disabled adapters that are merged leave the weight here. peft has them leave it in the layer's forward. Under a
+    checkpoint the second run of a block would then find another state than the first.
+    """
     layer = cast(LoraLayer, module)
+    if layer.disable_adapters and layer.merged_adapters:
+        layer.unmerge()
     scaling = layer.scaling
     return (
         layer.disable_adapters,

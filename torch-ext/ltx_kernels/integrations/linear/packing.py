@@ -63,8 +63,9 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
             # `pack` made no storage that holds more than these parameters.
             if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
                 # All are copied before one is changed: memory may run out.
-                for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
-                    parameter.data = data
+                with torch.inference_mode(parameters[0].is_inference()):
+                    for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
+                        parameter.data = data
     for handle in module.__dict__.pop(PACKED):
         handle.remove()
 
@@ -80,7 +81,8 @@ def _apart(linear: nn.Module, state: dict[str, Any], prefix: str, local_metadata
             continue
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             # It still counts the parameter's writes. What is exported keeps the memory, and is a tensor of its own.
-            tensor.data = dlpack.from_dlpack(dlpack.to_dlpack(tensor.detach()))
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = dlpack.from_dlpack(dlpack.to_dlpack(tensor.detach()))
 
 
 def packed_scaled_linear(

@@ -43,7 +43,7 @@ from ..engine.guards import ATTRIBUTE, class_of, has_torch_backend, hooked, is_c
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
-from ..linear.fp8 import holds_fp8
+from ..linear.fp8 import holds_fp8, in_fp8
 from ..linear.lora import adapters_state, is_lora
 from ..linear.merged_adapters import is_behind
 from . import gradients
@@ -212,6 +212,24 @@ def _apart(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _kept_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives the modules' buffers back what they held, such as the statistics of a batch norm, which a call changes."""
+    before = [
+        (part._buffers, name, buffer, buffer.clone())
+        for part in parts
+        if not in_fp8(part)  # nothing writes to these, and they are large
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, values in before:
+            buffers[name] = buffer
+            buffer.data.resize_(values.shape).copy_(values)  # not a write that `Snapshot` would see: it is as it was
+
+
 class Replays:
     """The recorded calls of one block, and the state of its modules that they hold for."""
 
@@ -311,7 +329,7 @@ class Replays:
         given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
         try:
-            with _apart(tensors):
+            with _apart(tensors), _kept_buffers(self.state.modules):
                 found = self.record(module, compute, mine, options, given, {})[1]
         except Exception as error:
             return f"a call has failed: {error}"

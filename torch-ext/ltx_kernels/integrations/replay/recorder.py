@@ -183,6 +183,10 @@ class Trace:
         return Recording(function, source, bool(self.live), self.counts, answer)
 
     def _function(self, source: str) -> Call:
+        for name, value in self.globals.items():
+            if type(value) is Tensor and value._base is not None and not value.requires_grad:
+                # Without its base, so that nothing but the model holds the parameter, and torch may exchange it.
+                self.globals[name] = value.data
         exec(compiled(source), self.globals)  # names alone: every value is in the globals
         return cast(Call, self.globals.pop("replay"))
 

@@ -119,7 +119,7 @@ def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         value,
         attn_mask=mask,
         is_causal=self.is_causal and mask is None and query.shape[2] > 1,
-        enable_gqa=grouped,
+        enable_gqa=bool(grouped),  # under torch.jit.trace a comparison of sizes is a tensor
     )
     return attended.transpose(1, 2).flatten(2)
 
