@@ -117,6 +117,15 @@ def test_spellings(
     assert "weights: 6 layers in fp8 because the file has them so" in notes  # attn2: key, value, output of two blocks
 
 
+def test_a_tokenizer_in_the_file(ltx: ModuleType, device: str, ltx_model: nn.Module, tmp_path: Path) -> None:
+    """ComfyUI's text encoders have one, in bytes."""
+    file, meant, metadata = scaled(ltx_model.state_dict(), "comfy", "tensor")
+    file["spiece_model"] = torch.arange(100, dtype=torch.uint8)
+    loaded, report = load(ltx, ltx_model, device, write(tmp_path / "model.safetensors", file, metadata))
+    assert_means(ltx, loaded, meant)
+    assert "1 tensors of other models left in the file (spiece_model)" in "\n".join(report.notes)
+
+
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("spelling", ["comfy old", "comfy", "fp8r"])
 @pytest.mark.parametrize("name", checkpoints.ORIGINAL_NAMES)

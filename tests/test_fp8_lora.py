@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -391,6 +392,20 @@ def test_fused_and_unfused(
         or ".net.2." in name
         for name in changed
     )
+
+
+def test_diffusers_sees_what_methods_take(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """It looks for `adapter_names` in a layer's `merge`, and for `variant` in a model's `save_pretrained`."""
+    add(model)
+    ltx.optimize(model, precision="fp8")
+    layer = next(module for module in model.modules() if "merge" in vars(module))
+    for part, name in ((layer, "merge"), (layer, "update_layer"), (model, "save_pretrained"), (model, "fuse_lora")):
+        assert name in vars(part)
+        stock = inspect.signature(getattr(type(part), name).__get__(part))
+        assert inspect.signature(getattr(part, name)) == stock
+    beside = model(**inputs)[0]
+    model.fuse_lora(adapter_names=["default"])
+    assert distance(model(**inputs)[0], beside) < 0.05
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])

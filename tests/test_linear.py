@@ -219,6 +219,28 @@ def test_linear_cat(ltx, device, dtype, widths, shape):
             assert bool(((output - exact).abs() <= bound).all())
 
 
+def test_linear_cat_where_tensors_have_no_address(ltx, device):
+    """Under torch.func, in traces, of lazily negated views, and under autocast, as the documented torch calls."""
+    x, weight = torch.randn(3, 4, 16, device=device), torch.randn(8, 16, device=device)
+
+    def product(first: Tensor, second: Tensor) -> Tensor:
+        return ltx.linear_cat([first, second], weight)
+
+    def halves(whole: Tensor) -> Tensor:
+        return product(*whole.split(8, -1))
+
+    expected = F.linear(x, weight)
+    torch.testing.assert_close(torch.func.vmap(halves)(x), expected)
+    torch.testing.assert_close(torch.func.functionalize(halves)(x), expected)
+    traced = torch.jit.trace(product, x.split(8, -1), check_trace=False)
+    apart = (torch.randn(3, 4, 16, device=device)[..., :8], torch.randn(3, 4, 8, device=device))
+    torch.testing.assert_close(traced(*apart), F.linear(torch.cat(apart, -1), weight))
+    negated = (torch._neg_view(x)[..., :8], x[..., 8:])
+    torch.testing.assert_close(product(*negated), F.linear(torch.cat(negated, -1), weight))
+    with torch.autocast(device, torch.bfloat16):
+        assert halves(x).dtype == halves(x.clone().requires_grad_()).dtype == torch.bfloat16
+
+
 def test_linear_cat_of_neighbours_is_one_product(ltx, device):
     """The bits of the layer on the whole; and those of the layer itself for one input."""
     generator = torch.Generator().manual_seed(0)

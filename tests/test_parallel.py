@@ -470,6 +470,19 @@ def _worker(rank: int, world: int, port: int, build: str) -> None:
         raise AssertionError("\n".join(wrong))
 
 
+def test_lists_of_blocks_are_not_split(ltx: ModuleType) -> None:
+    """Stable Diffusion 3's guidance that skips two blocks, for two images."""
+    guidance = ltx.integrations.parallel.guidance
+    with (
+        mock.patch.object(dist, "get_world_size", lambda group: 2),
+        mock.patch.object(dist, "get_rank", lambda group: 1),
+    ):
+        split = guidance.BatchSplit(random_(families()["sd3"].make()), None)
+    given = {"hidden_states": torch.arange(2), "timestep": ["a", "b"], "skip_layers": [0, 1]}
+    _, mine = split._split(split.model, (), given)
+    assert mine == {"hidden_states": torch.tensor([1]), "timestep": ["b"], "skip_layers": [0, 1]}
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> None:

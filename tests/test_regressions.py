@@ -374,3 +374,74 @@ def test_fakes_of_any_rank(ltx, device):
             assert fake.shape == real.shape, case.op
             assert fake.dtype == real.dtype, case.op
             assert fake.stride() == real.stride(), case.op
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", ["rmsnorm", "rmsnorm_residual", "gelu", "apply_rotary", "group_norm", "attention"])
+def test_out_counts_as_a_write(ltx, device, name):
+    """Autograd raises where a tensor that it has saved was written to, as after `torch.mul(out=)`."""
+    x = torch.randn(1, 4, 8, 16, device=device)
+    arguments = {
+        "rmsnorm_residual": (x, x.clone()),
+        "apply_rotary": (x, torch.ones(4, 16, device=device), torch.zeros(4, 16, device=device)),
+        "group_norm": (x, 2),
+        "attention": (x, x, x),
+    }.get(name, (x,))
+    options = {"out": torch.empty_like(x)}
+    if name == "rmsnorm_residual":
+        options["residual_out"] = torch.empty_like(x)
+    if name == "group_norm":
+        options["out"] = options["out"].to(memory_format=torch.channels_last)
+    getattr(ltx, name)(*arguments, **options)
+    assert all(out._version == 1 for out in options.values())
+    saved = torch.ones_like(options["out"], requires_grad=True) * 1
+    result = saved.sin().sum()
+    with torch.no_grad():
+        getattr(ltx, name)(*arguments, **{**options, "out": saved})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+    with torch.inference_mode():  # such tensors have no version
+        getattr(ltx, name)(*arguments, **{name: torch.empty_like(out) for name, out in options.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_formula(ltx, device, dtype):
+    """What plain torch computes, since no kernel does or a gradient is needed, has the same bits."""
+    q, k, v = (torch.randn(1, 64, 2, 64, device=device) for _ in range(3))
+    needed = q.clone().requires_grad_()
+    values, scales = ltx.quantize_rows(torch.randn(8, 64))
+    weight = ltx.quantize_weight(torch.randn(32, 64))
+    calls = [
+        lambda: ltx.attention(q, k, v, return_lse=True)[1],
+        lambda: ltx.qk_norm_cross_attention(needed, k, v, None, None),
+        lambda: ltx.scaled_linear(values, scales, *weight, out_dtype=torch.float32),
+    ]
+    for call in calls:
+        expected = call()
+        with torch.autocast(device, dtype), torch.autocast("cpu", dtype):
+            assert_same_bits(call(), expected)
+
+
+def test_no_queries_and_gradients_of_the_keys(ltx, device):
+    for batch, queries in ((1, 0), (0, 3)):
+        query, key = torch.randn(batch, queries, 2, 8, device=device), torch.randn(batch, 4, 2, 8, device=device)
+        key.requires_grad_()
+        ltx.attention(query, key, key).sum().backward()
+        assert key.grad is not None and not key.grad.any()
+
+
+def test_gradients_of_each_sample_of_group_norm(ltx, device):
+    x = torch.randn(3, 2, 8, 4, 4, device=device)
+
+    def gradients(norm):
+        return torch.func.vmap(torch.func.grad(lambda sample: norm(sample, 2).sin().sum()))(x)
+
+    torch.testing.assert_close(gradients(ltx.group_norm), gradients(F.group_norm), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_whose_product_is_too_large(ltx, device):
+    q = torch.randn(1, 5, 2, 8, device=device)
+    with pytest.raises(RuntimeError, match="query: expected a sequence of"):
+        ltx.rope_3d(q, q, 1, 3, 6148914691236517207)
+    with pytest.raises(RuntimeError, match="rope_dims: expected a sum of 8"):
+        ltx.rope_3d(q, q, 1, 1, 5, rope_dims=(2**63 - 2, 2**63 - 2, 12))

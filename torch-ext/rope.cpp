@@ -3,6 +3,7 @@
 // (kernel_src/ltx/params.h has the formula) and calls ltx::rotary of the backend. Their gradients fill
 // RotaryBackwardParams (kernel_src/ltx/rotary_backward.h) and call ltx::rotary_backward.
 #include <algorithm>
+#include <limits>
 
 #include "ltx/rotary_backward.h"
 #include "op_inputs.h"
@@ -365,9 +366,8 @@ void run_rope(RopeArgs& a) {
     fail("grid", "1 or 3 axes, with as many rope_dims and theta_base", text(axes));
   }
   int64_t tokens = 1, dims = 0;
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   for (size_t axis = 0; axis < axes; ++axis) {
-    tokens *= a.grid[axis];
-    dims += a.axis_dims[axis];
     constexpr const char* kSizes[] = {"num_frames", "height", "width"};
     if (axes == 3 && a.grid[axis] < 0) fail(kSizes[axis], "a number >= 0", text(a.grid[axis]));
     if (a.axis_dims[axis] < 0 || a.axis_dims[axis] % 2 != 0) {
@@ -376,6 +376,9 @@ void run_rope(RopeArgs& a) {
     if (!(a.theta[axis] > 0) || std::isinf(a.theta[axis])) {
       fail("theta_base", "finite numbers > 0", text(a.theta[axis]));
     }
+    const int64_t size = a.grid[axis], part = a.axis_dims[axis];
+    tokens = size > 0 && tokens > kMost / size ? kMost : tokens * size;  // no tensor is that large
+    dims = dims > kMost - part ? kMost : dims + part;
   }
   if (dims != p.head_dim) {
     fail("rope_dims", text("a sum of ", p.head_dim, " (the last dimension of query)"),

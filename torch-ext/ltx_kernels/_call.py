@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd.graph import increment_version
 
 from ._autograd import function_of
 from ._checks import NO_TANGENTS, check_type, no_given_outputs, no_gradient, requires_grad
@@ -48,6 +49,7 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
             if is_grad_enabled() and requires_grad(*given[: results + tensors]):
                 no_given_outputs(outs)
             into(*given)
+            count_writes((outs,) if results == 1 else outs)
             return outs
         except Exception:
             check_types(arguments)
@@ -87,6 +89,12 @@ def _kind(text: str) -> str:
     """The type of a schema's argument as `check_type` names it; `text` is how torch prints it."""
     kind = text.replace("List", "Sequence")
     return kind[len("Optional[") : -1] + " | None" if kind.startswith("Optional[") else kind
+
+
+def count_writes(outs: Sequence[Tensor]) -> None:
+    """Tells autograd that an op has written to tensors: what it saved of them is not valid any more."""
+    if not torch.compiler.is_compiling():
+        increment_version([out for out in outs if not out.is_inference()])
 
 
 def given_or_new(input: Tensor, *outs: Tensor | None) -> tuple[Tensor, ...]:

@@ -8,9 +8,10 @@ not take.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +35,24 @@ from ._checks import (
     heads_last,
     is_per_batch,
 )
+from ._torch_private import is_func_wrapper
 
 Pair = tuple[Tensor, Tensor]
+Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+
+def _without_autocast(formula: Formula) -> Formula:
+    """A formula whose products keep their operands' dtype under autocast, too. Its first argument is a tensor."""
+
+    @functools.wraps(formula)
+    def called(*arguments: Any, **options: Any) -> Any:
+        device = next(iter((*arguments, *options.values()))).device.type
+        if not torch.is_autocast_enabled(device):
+            return formula(*arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return formula(*arguments, **options)
+
+    return cast(Formula, called)
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
@@ -402,6 +419,7 @@ def head_gates_quant(input: Tensor, logits: Tensor, *, static_scale: Tensor | No
     return quantise(head_gates(input, logits, scale=scale, rounded=False).flatten(-2), static_scale)
 
 
+@_without_autocast
 def product(
     values: Tensor,
     scales: Tensor,
@@ -419,6 +437,7 @@ def product(
     return out.to(out_dtype)
 
 
+@_without_autocast
 def weight_only_product(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """``weight_only_linear`` without its checks."""
     out = input.float() @ weight.float().t() * weight_scales
@@ -597,6 +616,7 @@ def _default_scale(query: Tensor) -> float:
     return max(query.shape[-1], 1) ** -0.5
 
 
+@_without_autocast
 def attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -640,6 +660,7 @@ def _int8_scale(magnitude: Tensor) -> Tensor:
     return (magnitude / 127).clamp(min=MIN_SCALE).where(magnitude < math.inf, math.nan)
 
 
+@_without_autocast
 def attention_int8(
     query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, scale: float | None
 ) -> Tensor:
@@ -684,6 +705,7 @@ def _attend(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     return (weights @ value.to(scores.dtype).transpose(1, 2)).transpose(1, 2).to(dtype).contiguous()
 
 
+@_without_autocast
 def cross_attention(
     query: Tensor,
     key: Tensor,
@@ -706,6 +728,12 @@ def cross_attention(
 
 
 # ---- Channels-last video
+
+
+def _ordered(x: Tensor, order: torch.memory_format) -> Tensor:
+    """A tensor in a memory order. What torch.func maps over samples has none."""
+    return x if is_func_wrapper(x) else x.contiguous(memory_format=order)
+
 
 _CHANNELS = (slice(None), None, None, None)  # a vector of the channels, beside a [B, C, T, H, W] tensor
 
@@ -756,7 +784,7 @@ def channel_norm_family(
         y = torch.cat([y[:, :, :1]] * front + [y] + [y[:, :, -1:]] * back, 2)
     if reflect:
         y = F.pad(y, (1, 1, 1, 1, 0, 0), mode="reflect")
-    return y.contiguous(memory_format=torch.channels_last_3d), h.contiguous(memory_format=torch.channels_last_3d)
+    return _ordered(y, torch.channels_last_3d), _ordered(h, torch.channels_last_3d)
 
 
 def shuffled(
@@ -769,7 +797,7 @@ def shuffled(
     out = shuffle(input if bias is None else input + bias[_CHANNELS])
     if residual is not None:
         out = out + shuffle(residual).repeat(1, input.shape[1] // residual.shape[1], 1, 1, 1)
-    return out[:, :, skip_frames:].contiguous(memory_format=torch.channels_last_3d)
+    return _ordered(out[:, :, skip_frames:], torch.channels_last_3d)
 
 
 def unpatched(input: Tensor, *, bias: Tensor | None, patch_size: int, clamp: bool) -> Tensor:
@@ -820,7 +848,7 @@ def group_norm_family(
         y = x.to(h.dtype)
     if silu:
         y = F.silu(y)
-    return y.contiguous(memory_format=order), h.clone(memory_format=order)
+    return _ordered(y, order), _ordered(h.clone(), order)
 
 
 def upsampled(
@@ -833,8 +861,4 @@ def upsampled(
 ) -> Tensor:
     h = _hidden(input, bias, residual, residual_bias)
     rows, columns = scale
-    return (
-        h.repeat_interleave(rows, -2)
-        .repeat_interleave(columns, -1)
-        .contiguous(memory_format=channels_last_order(input))
-    )
+    return _ordered(h.repeat_interleave(rows, -2).repeat_interleave(columns, -1), channels_last_order(input))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._checks import NO_TANGENTS, check_linear_cat, check_types, no_given_outputs, requires_grad
 from ._ops import add_op_namespace_prefix
-from ._torch_private import addmm_gelu, forward_ad
+from ._torch_private import addmm_gelu, forward_ad, is_func_wrapper
 from .glu import gelu
 
 
@@ -142,7 +142,7 @@ def linear_cat(
     if torch.is_grad_enabled() and requires_grad(*inputs, weight, bias, out):
         no_given_outputs(out)
         return F.linear(torch.cat(tuple(inputs), -1), weight, bias)
-    if weight.numel() == 0 or any(tensor.numel() == 0 for tensor in inputs):
+    if weight.numel() == 0 or any(tensor.numel() == 0 for tensor in inputs) or not _in_place(inputs, weight):
         result = F.linear(torch.cat(tuple(inputs), -1), weight, bias)
         return result if out is None else out.copy_(result)
     if torch.compiler.is_compiling():
@@ -155,6 +155,19 @@ def linear_cat(
     whole = _side_by_side(inputs)
     _add_products(out, inputs if whole is None else (whole,), weight, bias)
     return out
+
+
+def _in_place(inputs: Sequence[Tensor], weight: Tensor) -> bool:
+    """Whether the products can be of the tensors where they lie, in their dtype."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != weight.dtype != torch.float64:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    plain = (Tensor, torch.nn.Parameter)
+    return not torch.jit.is_tracing() and all(
+        type(x) in plain and not is_func_wrapper(x) and not x.is_neg() for x in (*inputs, weight)
+    )
 
 
 def _sum_of_products(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -77,7 +77,8 @@ def _torchs_attention(
     is_causal: bool,
 ) -> Tensor:
     if query.numel() == 0:  # torch's may return None
-        return query.clone(memory_format=torch.contiguous_format)
+        nothing = (key.sum() + value.sum()).to(query.dtype) if requires_grad(key, value) else 0
+        return query.clone(memory_format=torch.contiguous_format) + nothing  # key and value have gradients of zeros
     q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
     grouped = _decided(query.shape[2] != key.shape[2])
     mask = _formulas.key_mask(mask, key_lengths, key.shape[1])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _formulas
-from ._call import op
+from ._call import count_writes, op
 from ._checks import (
     APPROXIMATE,
     FLOAT32_EPS,
@@ -1103,6 +1103,7 @@ def multiply(
         if out is None:
             return _scaled_linear(values, scales, weight, weight_scales, bias, addend, use_fast_accum)
         _scaled_linear_out(out, values, scales, weight, weight_scales, bias, addend, use_fast_accum)
+        count_writes((out,))
         return out
     channels, width = weight.shape
     result = scaled_mm(

@@ -133,8 +133,9 @@ def apply_rotary(
         input: [B, S, heads, D], [B, heads, S, D], [B, S, D] or [S, D], by sequence_dim; D even; float32, float16 or
             bfloat16; any strides.
         cos: [S, W], [B, S, W], [B, heads, S, W] or [B, S, heads, W], any leading size may be 1, any strides; float32
-            or the input's dtype. W is D, or D / 2 with one entry per pair; heads * D or half of it where every head
-            has its own angles ([S, W] or [B, S, W]); or an even number below D, which is then rotary_dim.
+            or the input's dtype. Where S and heads are equal, four dimensions are [B, heads, S, W]. W is D, or D / 2
+            with one entry per pair; heads * D or half of it where every head has its own angles ([S, W] or
+            [B, S, W]); or an even number below D, which is then rotary_dim.
         sin: Like cos in shape and dtype.
         sequence_dim: Which dimension of input is S: 1, or 2 for [B, heads, S, D], or 0 for [S, D] and [S, heads, D];
             negative counts from the end.

@@ -35,6 +35,7 @@ from .original_names import Piece, StandIn, converted, is_of_diffusers, pieces_o
 from .scaled_weights import E4M3, FLOATING, FP8, ScaledWeights, refuse
 from .tensor_files import DTYPES, INDEX, TensorFiles, open_file
 
+TOKENIZERS = frozenset({"spiece_model"})  # the bytes of a tokenizer, in ComfyUI's files of text encoders
 WHAT = f"a folder with {FILE} that save_weights wrote, a safetensors file, or the index of its shards"
 
 
@@ -119,6 +120,7 @@ class Checkpoint:
         given = {
             name: StandIn.of(name, header.shape, DTYPES.get(header.dtype, torch.uint8))
             for name, header in self._weights.headers.items()
+            if name not in TOKENIZERS
         }
         result = converted(self.root, given)
         known = [slot.names for slot in self._slots]
@@ -137,7 +139,8 @@ class Checkpoint:
         best: Mapping[str, Tensor] = min((given, result), key=misfits)
         self._stand_ins = dict(best)
         used = {piece.source for tensor in best.values() for piece in pieces_of(tensor)}
-        self._left = [*self._weights.others, *(name for name in given if name not in used)]
+        tokenizers = self._weights.headers.keys() & TOKENIZERS
+        self._left = [*self._weights.others, *tokenizers, *(name for name in given if name not in used)]
         return {name: pieces_of(tensor) for name, tensor in best.items()}
 
     def _check(self) -> None:

@@ -47,10 +47,24 @@ def follow(root: nn.Module) -> None:
             _watch(module)
     for name in CHANGING:
         if hasattr(type(root), name):
-            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
+            _put(root, name, _FOLLOWING[name])
     if hasattr(type(root), "save_lora_adapter"):  # diffusers' models, which save all weights
-        root.__dict__["save_pretrained"] = types.MethodType(_save_pretrained, root)
+        _put(root, "save_pretrained", _save_pretrained)
     _follow_new_layers()
+
+
+def _put(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    """Puts a method in the place of the class's, whose signature it shows: diffusers asks it what it may pass."""
+    module.__dict__[name] = types.MethodType(_with_signature(method, getattr(type(module), name)), module)
+
+
+@functools.cache
+def _with_signature(method: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def called(self: nn.Module, *args: Any, **options: Any) -> Any:
+        return method(self, *args, **options)
+
+    return called
 
 
 @functools.cache
@@ -101,7 +115,7 @@ def _bring_back(linear: nn.Linear, caller: str, why: str) -> None:
 def _watch(layer: nn.Module) -> None:
     for name, method in _WATCHED.items():
         if hasattr(type(layer), name):
-            layer.__dict__[name] = types.MethodType(method, layer)
+            _put(layer, name, method)
 
 
 def _merge(self: nn.Module, *args: Any, **options: Any) -> None:

@@ -19,6 +19,7 @@ from ..engine.guards import class_of
 from .ranks import all_gather, context_of, token_ranks
 
 ATTRIBUTE = "_ltx_kernels_batch"
+OF_BLOCKS = frozenset({"skip_layers", "spatio_temporal_guidance_blocks"})  # of SD3 and LTX-2: numbers of blocks
 
 
 class BatchSplit:
@@ -62,7 +63,7 @@ class BatchSplit:
             raise ValueError(
                 f"{self.parameters[0]}: expected a batch that {self.size} ranks share evenly (split_batch), got {batch}"
             )
-        return (), {name: self._part(value, batch) for name, value in given.items()}
+        return (), {name: v if name in OF_BLOCKS else self._part(v, batch) for name, v in given.items()}
 
     def _part(self, value: Any, batch: int) -> Any:
         """This rank's samples of an argument that has `batch` of them; anything else as it is."""
@@ -101,9 +102,10 @@ def split_batch(model: nn.Module, group: Any = None) -> BatchSplit:
         torch.cat(all_gather(part))
 
     An argument has a batch where it is a tensor, or a list, as long as the first argument is. A list of tensors that
-    are that long is split in each of them. Every rank has to make the same calls with the same values, so pipelines
-    need generators of the same seed. It goes with `optimize` in either order, with models that have no context
-    parallelism, and, where ``group`` is one dimension of a mesh, with context parallelism over another.
+    are that long is split in each of them. Lists of blocks' numbers (``skip_layers``) stay whole. Every rank has to
+    make the same calls with the same values, so pipelines need generators of the same seed. It goes with `optimize` in
+    either order, with models that have no context parallelism, and, where ``group`` is one dimension of a mesh, with
+    context parallelism over another.
 
     Args:
         model: A denoiser whose guidance is one call with a batch of two, as in the pipelines of LTX-Video, LTX-2,
