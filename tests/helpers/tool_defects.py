@@ -717,8 +717,8 @@ TOOL_DEFECTS = [
     defect(
         "methods of adapters in fp8 without the stock signature",
         ENGINE + "linear/merged_adapters.py",
-        "    @functools.wraps(stock)\n    def called",
-        "    def called",
+        'vars(called)["__signature__"] = inspect.signature(stock)',
+        "pass",
         "fp8_lora::test_diffusers_sees_what_methods_take",
     ),
     defect(

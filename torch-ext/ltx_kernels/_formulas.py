@@ -732,7 +732,9 @@ def cross_attention(
 
 def _ordered(x: Tensor, order: torch.memory_format) -> Tensor:
     """A tensor in a memory order. What torch.func maps over samples has none."""
-    return x if is_func_wrapper(x) else x.contiguous(memory_format=order)
+    if not torch.compiler.is_compiling() and is_func_wrapper(x):
+        return x
+    return x.contiguous(memory_format=order)
 
 
 _CHANNELS = (slice(None), None, None, None)  # a vector of the channels, beside a [B, C, T, H, W] tensor

@@ -9,6 +9,7 @@ which is brought back for them.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any, Callable, cast
 
@@ -60,10 +61,10 @@ def _put(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
 
 @functools.cache
 def _with_signature(method: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def called(self: nn.Module, *args: Any, **options: Any) -> Any:
         return method(self, *args, **options)
 
+    vars(called)["__signature__"] = inspect.signature(stock)
     return called
 
 
