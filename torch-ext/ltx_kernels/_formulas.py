@@ -419,7 +419,6 @@ def head_gates_quant(input: Tensor, logits: Tensor, *, static_scale: Tensor | No
     return quantise(head_gates(input, logits, scale=scale, rounded=False).flatten(-2), static_scale)
 
 
-@_without_autocast
 def product(
     values: Tensor,
     scales: Tensor,
@@ -437,7 +436,6 @@ def product(
     return out.to(out_dtype)
 
 
-@_without_autocast
 def weight_only_product(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """``weight_only_linear`` without its checks."""
     out = input.float() @ weight.float().t() * weight_scales
