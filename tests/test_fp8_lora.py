@@ -15,9 +15,9 @@ from helpers.dispatch import PackageOps
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 from diffusers.hooks import group_offloading  # noqa: E402
-from test_families import cast, every_path, make, run  # noqa: E402
+from test_families import FAMILIES, cast, every_path, make, run  # noqa: E402
 from test_families import distance as distances  # noqa: E402
 from test_integration import (  # noqa: E402
     LAYERS,
@@ -642,6 +642,51 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
     with pytest.raises(RuntimeError, match=r"^fuse_lora: expected stock weights, which are freed: adapters run beside"):
         model.fuse_lora()
     assert torch.equal(model(**inputs)[0], want)
+
+
+@pytest.mark.parametrize("hotswap", [False, True])
+def test_files_of_adapters_beside_freed_weights(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], hotswap: bool
+) -> None:
+    """People load one adapter after another into a model that has weights in fp8 alone."""
+    files, want = [], []
+    for seed in 3, 4:
+        trained = copy.deepcopy(model)
+        add(trained, seed=seed)
+        files.append({k: v.clone() for k, v in peft.get_peft_model_state_dict(trained).items()})
+        ltx.optimize(trained, precision="fp8")
+        want.append(trained(**inputs)[0])
+    ltx.optimize(model, precision="fp8", stock_weights="free")
+    if hotswap:
+        model.enable_lora_hotswap(target_rank=4)
+    for name, file, expected in zip("ab", files, want):
+        name = "a" if hotswap else name
+        model.load_lora_adapter(dict(file), adapter_name=name, prefix=None, hotswap=hotswap and file is files[1])
+        model.set_adapters(name)
+        # A file without its configuration has alpha = rank.
+        for part in model.modules():
+            if hasattr(part, "scaling") and name in part.scaling:
+                part.scaling[name] = 2.0
+        assert distance(model(**inputs)[0], expected) < 1e-2
+    model.unload_lora()
+    with pytest.raises(RuntimeError, match="cannot be saved as a stock weight"):
+        model.state_dict()
+
+
+def test_files_of_adapters_in_a_pipeline(ltx: ModuleType, device: str) -> None:
+    """The pipelines of FLUX read the shapes of the stock weights before they load an adapter."""
+    transformer = make(FAMILIES["flux"], device, torch.bfloat16)
+    pipe = diffusers.FluxPipeline(*[None] * 6, transformer)
+    ltx.optimize(pipe, precision="fp8", stock_weights="free")
+    linear = transformer.transformer_blocks[0].attn.to_q
+    path, rank = "transformer.transformer_blocks.0.attn.to_q", 4
+    file = {
+        f"{path}.lora_A.weight": torch.randn(rank, linear.in_features),
+        f"{path}.lora_B.weight": torch.randn(linear.out_features, rank),
+    }
+    for name in "ab":
+        pipe.load_lora_weights(dict(file), adapter_name=name)
+    assert set(transformer.transformer_blocks[0].attn.to_q.scaling) == {"a", "b"}
 
 
 @pytest.mark.parametrize("target", ["to_q", "net.0.proj"])

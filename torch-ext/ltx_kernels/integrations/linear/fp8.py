@@ -24,8 +24,9 @@ from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .frozen import Layers, Rows, rows_of
-from .lora import base_of, has_adapters, shared_weights
+from .lora import base_of, has_adapters, loads_adapters, shared_weights
 from .offload import hooks_of, is_offload, is_offloaded, tell_offload
+from .written import Version
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
@@ -144,20 +145,6 @@ def _note(linear: nn.Linear) -> None:
     linear.__dict__[STATE], linear.__dict__[QUANTISED] = BESIDE, Version(linear.weight)
 
 
-class Version:
-    """How often a weight had been written to when it was quantised. A copy counts anew, and remembers a change."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.number = weight, version_of(weight) or 0
-
-    def __getstate__(self) -> tuple[Tensor, bool]:
-        return self.weight, (version_of(self.weight) or 0) > self.number
-
-    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
-        self.weight, has_changed = state
-        self.number = -1 if has_changed else version_of(self.weight) or 0
-
-
 def _held(linear: nn.Module) -> Tensor:
     """The stock weight that is HELD, in the dtype that the model was converted to since."""
     held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters["weight"]
@@ -254,6 +241,8 @@ def is_freed(linear: nn.Module) -> bool:
 
 
 def _refuse_to_save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    if loads_adapters():
+        return
     if not any(has_adapters(root) for reference in site_of(module).roots if (root := reference()) is not None):
         raise RuntimeError(
             f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"

@@ -8,6 +8,8 @@ input stays in bfloat16 for the adapters, and is quantised once for the fp8 prod
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -26,6 +28,7 @@ from .frozen import Layers, Rows
 LORA_CLASS = "peft.tuners.lora.layer.Linear"
 IDENTITY = "torch.nn.modules.linear.Identity"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LOADERS = ("load_lora_weights", "load_lora_adapter")  # functions of diffusers
 
 
 class LoraLayer(Protocol):
@@ -71,6 +74,16 @@ def shared_weights(roots: Iterable[nn.Module]) -> set[int]:
 def has_adapters(root: nn.Module) -> bool:
     """Whether a model holds layers of peft, of whatever kind."""
     return any("base_layer" in module._modules for module in root.modules())
+
+
+def loads_adapters() -> bool:
+    """Whether diffusers loads adapters now. It reads names and shapes of a `state_dict` then, and saves none."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _LOADERS and frame.f_globals.get("__name__", "").startswith("diffusers.loaders."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def base_of(module: nn.Module) -> nn.Module:
