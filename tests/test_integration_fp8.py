@@ -216,6 +216,26 @@ def test_half_after_optimize(ltx: ModuleType, model: nn.Module, inputs: dict[str
     assert torch.equal(model(**halves)[0], want)
 
 
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+@pytest.mark.parametrize("how", ["parametrized", "removed"])
+def test_restore_of_layers_without_a_weight_of_that_name(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], how: str, stock_weights: str
+) -> None:
+    """People prune or parametrize a linear layer after `optimize`, which renames its parameter."""
+    want = model(**inputs)[0]
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    linear = model.transformer_blocks[0].ff.net[2]
+    if how == "parametrized":
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity(), unsafe=True)
+    else:  # as pruning does
+        linear.register_parameter("weight_orig", linear._parameters.pop("weight"))
+    ltx.restore(model)
+    if how == "removed":
+        linear.weight = linear._parameters.pop("weight_orig")
+    assert patched(model) == []
+    assert torch.equal(model(**inputs)[0], want)
+
+
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_optimized_under_inference_mode(
     ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], precision: str

@@ -147,7 +147,7 @@ def _note(linear: nn.Linear) -> None:
 
 def _held(linear: nn.Module) -> Tensor:
     """The stock weight that is HELD, in the dtype that the model was converted to since."""
-    held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters["weight"]
+    held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters.get("weight")
     if weight is None or weight.dtype == torch.float8_e4m3fn:
         return held
     return held.to(weight.dtype)
@@ -209,7 +209,9 @@ def dequantize(linear: nn.Linear) -> Tensor:
 
 def drop_weights(linear: nn.Module) -> None:
     """Undoes the quantisation for `restore`: the layer gets its stock weight back, and hooks and buffers go."""
-    state, values = linear.__dict__, linear._parameters["weight"]
+    state, values = linear.__dict__, linear._parameters.get("weight")
+    if values is None:  # pruning and parametrizations hold the parameter under another name
+        values = state.get(PARAMETER)
     if values is not None and STOCK in state:  # first, because memory may run out here
         stock, is_ours = _held(linear), state.get(PARAMETER) is values
         if is_ours:
