@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -320,6 +321,46 @@ def test_model_offload_moves_fp8(
         assert distance(model(**inputs)[0].cpu(), stock) < 1e-2
     else:
         assert "its weight is no ordinary parameter" in str(report)
+
+
+def offload_to_disk(model: nn.Module, device: str, folder: Path) -> None:
+    model.enable_group_offload(torch.device(device), num_blocks_per_group=1, offload_to_disk_path=str(folder))
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp8"}, {"memory": "low"}, {"stock_weights": "beside"}])
+def test_optimize_after_an_offload_to_disk(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path, options: dict[str, str]
+) -> None:
+    """People offload a large model to disk, and its parameters hold no data then that fp8 could be made of."""
+    model = make_model("cpu", torch.bfloat16)
+    want = model(**make_inputs("cpu", torch.bfloat16))[0]
+    offload_to_disk(model, device, tmp_path)
+    hooked = patched(model)
+    with pytest.raises(
+        RuntimeError, match=r"^optimize: expected weights in memory .* call optimize before the offload"
+    ):
+        ltx.optimize(model, **{"precision": "fp8", **options})
+    assert patched(model) == hooked
+    assert distance(model(**inputs)[0].cpu(), want) < 0.01
+
+
+def test_offload_to_disk_after_optimize(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """The files hold fp8 weights. `restore` of the model and of a part of it is one error, and the model still runs."""
+    model = make_model("cpu", torch.bfloat16)
+    report = ltx.optimize(model, precision="fp8")
+    want = model(**make_inputs("cpu", torch.bfloat16))[0]
+    offload_to_disk(model, device, tmp_path)
+    assert distance(model(**inputs)[0].cpu(), want) < 0.01
+    for call in (
+        lambda: ltx.restore(model),
+        lambda: ltx.restore(model.transformer_blocks[0].ff),
+        lambda: ltx.optimize(model),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot be restored, and nothing was: its fp8 weights are on disk"):
+            call()
+    with pytest.raises(RuntimeError, match=r"^save_weights: expected weights in memory, got a group offload to disk"):
+        report.save_weights(tmp_path / "saved")
+    assert distance(model(**inputs)[0].cpu(), want) < 0.01
 
 
 class Stream:

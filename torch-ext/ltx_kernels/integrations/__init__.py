@@ -23,7 +23,7 @@ from .linear import fp8
 from .linear.checkpoints import Placed, Weights, open_weights
 from .linear.lora import shared_weights
 from .linear.merged_adapters import follow as follow_merged_adapters
-from .linear.offload import carried_bytes, is_offloaded
+from .linear.offload import carried_bytes, check_in_memory, is_offloaded
 from .linear.packing import pack
 from .parallel import context
 from .parallel.guidance import split_batch as split_batch
@@ -161,6 +161,8 @@ def optimize(
             )
         for root in roots.values():
             context.check(root)
+        if groups:
+            check_in_memory(models.values())
         codes = "" if files else codes_without_scales(selection)
         replaced = {module for module, _ in selection.modules.values()}
         if graphs:

@@ -86,6 +86,7 @@ class Entry:
     why_not_replicated: Callable[[nn.Module], str] = lambda module: ""
     # Why `restore` cannot put a module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
+    why_not_root: Callable[[nn.Module], str] = lambda root: ""  # the first of a whole model, asked once
     release: Callable[[nn.Module], None] = lambda module: None
     release_root: Callable[[nn.Module], None] = lambda root: None  # the same, once for each model that it is given
     # Another class whose replaced modules make something in a layout that only modules of this class can read.
@@ -372,7 +373,13 @@ def _why_not_uninstall(root: nn.Module) -> str:
                 f"{name or class_of(module)} was optimized together with {missing[0]}, which is not in "
                 "the part that was given, and nothing was changed: give the whole model"
             )
-    return ""
+    reasons = (entry.why_not_root(root) for entry in dict.fromkeys(map(_entry_of, ours.values())))
+    reason = next(filter(None, reasons), "")
+    return f"{class_of(root)} cannot be restored, and nothing was: {reason}" if reason else ""
+
+
+def _entry_of(module: nn.Module) -> Entry:
+    return site_of(module).entry
 
 
 def _is_whole(module: nn.Module, given: Container[int]) -> bool:
@@ -407,7 +414,7 @@ def _uninstall_all(roots: Sequence[nn.Module]) -> None:
     with threads.alone_with(module for root in roots for module in root.modules() if ATTRIBUTE in module.__dict__):
         pass  # a call that does not end is an error before anything is changed
     for root in roots:
-        entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
+        entries = dict.fromkeys(_entry_of(module) for module in root.modules() if ATTRIBUTE in module.__dict__)
         modules = list(root.modules())
         replaced = [module for module in modules if ATTRIBUTE in module.__dict__]
         for module in replaced:

@@ -25,7 +25,7 @@ from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .frozen import Layers, Rows, rows_of
 from .lora import base_of, has_adapters, loads_adapters, shared_weights
-from .offload import hooks_of, is_offload, is_offloaded, tell_offload
+from .offload import hooks_of, is_offload, is_offloaded, is_on_disk, tell_offload
 from .written import Version
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -377,6 +377,12 @@ def _why_not_restored(linear: nn.Module) -> str:
     return f"its weight is {ALONE}: load the model again" if is_freed(linear) else ""
 
 
+def _why_not_root(root: nn.Module) -> str:
+    replaced = [module for module in root.modules() if is_replaced(module)]
+    roots = [root, *(found for ref in site_of(replaced[0]).roots if (found := ref()) is not None)] if replaced else []
+    return "its fp8 weights are on disk (offload_to_disk_path): load it again" if any(map(is_on_disk, roots)) else ""
+
+
 LINEAR = Entry(
     (LINEAR_CLASS,),
     _linear_forward,
@@ -385,6 +391,7 @@ LINEAR = Entry(
     why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
     why_not_replicated=lambda module: "a replica would read fp8 values as its weight" if is_replaced(module) else "",
     why_not_restored=_why_not_restored,
+    why_not_root=_why_not_root,
     release=drop_weights,
     release_root=lambda root: _release_root(root),
     guarded=True,

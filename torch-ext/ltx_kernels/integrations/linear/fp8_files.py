@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..._linear import joined_bits
 from ..engine.guards import class_of
 from .fp8 import SCALES, has_changed, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
+from .offload import is_on_disk
 from .tensor_files import open_file, safetensors
 
 FILE = "ltx_kernels_fp8.safetensors"
@@ -59,6 +60,8 @@ def _tensors(root: nn.Module) -> dict[str, Tensor]:
     linears = _linears(root)
     if not linears:
         raise RuntimeError(f'save_weights: expected a model with precision "fp8", got {class_of(root)} without')
+    if is_on_disk(root):
+        raise RuntimeError("save_weights: expected weights in memory, got a group offload to disk: save before it")
     tensors = {slot.name: slot.tensor.detach() for slot in slots_of(root)}
     for name, linear in linears.items():
         if has_changed(linear):

@@ -35,6 +35,21 @@ def keeps_copies(root: nn.Module) -> bool:
     return any(hasattr(hook, "group") and hook.group.stream is not None for hook in hooks)
 
 
+def is_on_disk(root: nn.Module) -> bool:
+    """Whether a group offload has written weights of a model to files, which it reads again at each call."""
+    hooks = (hook for module in root.modules() for hook in hooks_of(module))
+    return any(getattr(getattr(hook, "group", None), "offload_to_disk_path", None) is not None for hook in hooks)
+
+
+def check_in_memory(roots: Iterable[nn.Module]) -> None:
+    """RuntimeError where the parameters of a model hold no data that could be quantised."""
+    if any(map(is_on_disk, roots)):
+        raise RuntimeError(
+            "optimize: expected weights in memory for fp8, got a group offload to disk, and nothing was changed: "
+            "call optimize before the offload, or offload without offload_to_disk_path"
+        )
+
+
 def tell_offload(root: nn.Module) -> None:
     """Applies a group offload that `keeps_copies` again."""
     home = sys.modules.get("diffusers.hooks.group_offloading")
