@@ -236,6 +236,89 @@ def test_restore_of_layers_without_a_weight_of_that_name(
     assert torch.equal(model(**inputs)[0], want)
 
 
+@pytest.fixture
+def other(model: nn.Module) -> dict[str, Tensor]:
+    """Other weights of the model's layers in blocks: as of an EMA, or of a merge by hand."""
+    return {
+        name: torch.roll(value, 1, 0) * 1.5 if "transformer_blocks" in name and value.dim() == 2 else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("stock_weights", ["cpu", "free"])
+@pytest.mark.parametrize("precision", [{"precision": "fp8"}, {"memory": "low"}])
+def test_parameters_that_are_given_other_data(
+    ltx: ModuleType,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    other: dict[str, Tensor],
+    precision: dict[str, str],
+    stock_weights: str,
+) -> None:
+    """Scripts set `parameter.data` to other weights, which are quantised at the next call, and given back."""
+    stock = copy.deepcopy(model)
+    stock.load_state_dict(other)
+    report = ltx.optimize(model, **precision, stock_weights=stock_weights)
+    model(**inputs)
+    for name, parameter in model.named_parameters():
+        parameter.data = other[name].clone()
+    if stock_weights == "cpu":
+        assert all(torch.equal(value.cpu(), other[name].cpu()) for name, value in model.state_dict().items())
+    for _ in range(2):
+        ours = model(**inputs)[0]
+        assert distance(ours, stock(**inputs)[0]) < 0.1
+    assert "quantised again, since their parameters were given" in str(report) and report.fallbacks == {}
+    assert model.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float8_e4m3fn
+    ltx.optimize(stock, **precision)
+    assert torch.equal(ours, stock(**inputs)[0])
+    if stock_weights == "cpu":
+        ltx.restore(model)
+        assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+def test_restore_after_other_data(ltx: ModuleType, model: nn.Module, other: dict[str, Tensor]) -> None:
+    """Nothing was called between the write and `restore`, which keeps what was written."""
+    ltx.optimize(model, precision="fp8")
+    for name, parameter in model.named_parameters():
+        parameter.data = other[name].clone()
+    ltx.restore(model)
+    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stock_weights", ["cpu", "free"])
+@pytest.mark.parametrize("how", ["copy_", "set_module_tensor_to_device"])
+def test_values_written_into_fp8(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], other: dict[str, Tensor], how: str, stock_weights: str
+) -> None:
+    """Scripts copy weights into the parameters. There they are cast to fp8, and nobody knows scales for them."""
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    model(**inputs)
+    for name, parameter in list(model.named_parameters()):
+        if how == "copy_":
+            parameter.copy_(other[name])
+        else:
+            accelerate = pytest.importorskip("accelerate")
+            accelerate.utils.set_module_tensor_to_device(model, name, other[name].device, value=other[name])
+    do = (
+        "load them into a new model" if stock_weights == "free" else "restore the model, write them, and optimize again"
+    )
+    with pytest.raises(RuntimeError, match=f"^weight: expected values that were quantised, got others, .*: {do}$"):
+        model(**inputs)
+    with pytest.raises(RuntimeError, match=r"^save_weights: .* which has changed since"):
+        report.save_weights("unused")
+
+
+def test_writes_that_change_nothing(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """DistributedDataParallel writes every parameter again, with what the first process has."""
+    report = ltx.optimize(model, precision="fp8", stock_weights="free")
+    want = model(**inputs)[0]
+    for parameter in model.parameters():
+        parameter.copy_(parameter.clone())
+    for part in model, copy.deepcopy(model):
+        assert torch.equal(part(**inputs)[0], want)
+    assert report.fallbacks == {}
+
+
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_optimized_under_inference_mode(
     ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], precision: str
@@ -406,8 +489,8 @@ def test_products_by_torch_are_counted(
     ((site,),) = ([site for site in report.sites if site.name == "torch.Linear"],)
     before = dict(site.remarks)
     rows = (torch.empty(1, device="meta"),) * 2
-    monkeypatch.setattr(ltx.integrations.linear.fp8, "has_own_product", lambda device: False)
-    ltx.integrations.linear.fp8.count_products([model.transformer_blocks[0].attn1.to_q], rows)
+    monkeypatch.setattr(ltx.integrations.linear.products, "has_own_product", lambda device: False)
+    ltx.integrations.linear.products.count_products([model.transformer_blocks[0].attn1.to_q], rows)
     assert dict(site.remarks) == {
         **before,
         "products by torch._scaled_mm": before.get("products by torch._scaled_mm", 0) + 1,

@@ -21,6 +21,7 @@ from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.checkpoints import Placed, Weights, open_weights
+from .linear.fp8_model import finish
 from .linear.lora import shared_weights
 from .linear.merged_adapters import follow as follow_merged_adapters
 from .linear.offload import carried_bytes, check_in_memory, is_offloaded
@@ -199,7 +200,7 @@ def optimize(
         if groups:
             for root in models.values():
                 follow_merged_adapters(root)
-            report.notes.append(fp8.finish(models.values(), groups, stock_weights))
+            report.notes.append(finish(models.values(), groups, stock_weights))
         if low:
             report.target += f"; {_saved(before, carried_bytes(models.values()))}"
             report.notes.append(left_in_bf16(selection, skip))

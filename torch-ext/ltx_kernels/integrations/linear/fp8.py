@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,21 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._linear import joined_bits
-from ...quant import has_own_product, quantize_weight
+from ...quant import quantize_weight
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .frozen import Layers, Rows, rows_of
-from .lora import base_of, has_adapters, loads_adapters, shared_weights
+from .lora import base_of, has_adapters, loads_adapters
 from .offload import hooks_of, is_offload, is_offloaded, is_on_disk, tell_offload
-from .written import Version
+from .products import count_products
+from .written import Values, Version
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
 # Attributes of a quantised layer.
 STATE = "_ltx_fp8_of"  # where the stock weight is: BESIDE, HELD or FREED
-QUANTISED = "_ltx_fp8_quantised"  # with the stock weight BESIDE, the `Version` that was quantised
+QUANTISED = "_ltx_fp8_quantised"  # the `Version` that was quantised, or the `Values` that the parameter holds for it
 STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
 PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
 HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
@@ -146,11 +147,11 @@ def _note(linear: nn.Linear) -> None:
 
 
 def _held(linear: nn.Module) -> Tensor:
-    """The stock weight that is HELD, in the dtype that the model was converted to since."""
+    """The stock weight that is HELD, in the dtype that the model was converted to since, or what replaced it."""
     held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters.get("weight")
     if weight is None or weight.dtype == torch.float8_e4m3fn:
         return held
-    return held.to(weight.dtype)
+    return weight.data if _has_new_values(linear) else held.to(weight.dtype)
 
 
 def held_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
@@ -170,8 +171,7 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)
     _tell_peft(linear, True)
-    linear.__dict__[STATE] = state
-    linear.__dict__.pop(QUANTISED, None)
+    linear.__dict__[STATE], linear.__dict__[QUANTISED] = state, Values(linear.weight)
     linear.__dict__[HANDLES] = list(handles)
 
 
@@ -286,7 +286,7 @@ def _remove_hooks(module: nn.Module) -> None:
 def has_changed(linear: nn.Linear) -> bool:
     """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
     if is_replaced(linear):
-        return False
+        return linear.weight.dtype != torch.float8_e4m3fn or _is_overwritten(linear)
     # An offload of accelerate puts the same weight into a new parameter at every call.
     if _is_exchanged(linear) and not any(map(is_offload, hooks_of(linear))):
         return True
@@ -299,6 +299,37 @@ def _is_exchanged(linear: nn.Module) -> bool:
     torch.compile does not ask, because its parameters are stand-ins.
     """
     return not torch.compiler.is_compiling() and linear._parameters.get("weight") is not linear.__dict__[PARAMETER]
+
+
+def _is_overwritten(linear: nn.Linear) -> bool:
+    """Whether a parameter that holds fp8 values was given others, of which nobody knows the scales."""
+    weight, values = linear._parameters.get("weight"), cast(Values, linear.__dict__[QUANTISED])
+    if weight is None or weight.dtype != torch.float8_e4m3fn:
+        return False
+    if not _is_exchanged(linear):
+        return values.were_written(weight)
+    # An offload of accelerate casts the stock weight to the dtype of the parameter.
+    return not any(map(is_offload, hooks_of(linear))) and not values.are_in(weight)
+
+
+def _has_new_values(linear: nn.Module) -> bool:
+    """Whether a parameter that held fp8 values has stock ones, and no fp8 values that were converted."""
+    weight = linear._parameters.get("weight")
+    if weight is None or weight.dtype == torch.float8_e4m3fn or torch.compiler.is_compiling():
+        return False
+    return is_replaced(linear) and not linear.__dict__[QUANTISED].are_in(weight)
+
+
+@torch.inference_mode(False)  # the weight outlives the call
+def _quantise_new_values(linear: nn.Linear) -> None:
+    weight = linear.weight
+    values, scales = quantize_weight(weight.detach())
+    if STOCK in linear.__dict__:
+        linear.__dict__[STOCK] = weight.detach().to("cpu", copy=True)
+    cast(Tensor, linear._buffers[SCALES]).copy_(scales)
+    weight.data = values
+    linear.__dict__[QUANTISED] = Values(weight)
+    site_of(linear).remark("weights quantised again, since their parameters were given other data")
 
 
 def why_not_fp8_input(input: Tensor) -> str:
@@ -326,20 +357,6 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     return ""
 
 
-def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
-    """Counts a product for each layer, and remarks those that torch._scaled_mm computes on a GPU."""
-    device = rows[0].device
-    by_torch = device.type != "cpu" and not has_own_product(device)
-    followed = torch.is_grad_enabled()
-    for linear in linears:
-        site = site_of(linear)
-        site.count_call()
-        if by_torch:
-            site.remark("products by torch._scaled_mm")
-        if followed and linear.weight.requires_grad:
-            site.remark("no gradients of weights that are in fp8 alone or in the host's memory")
-
-
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     if autocast_dtype(input) == torch.bfloat16:
         input = input.to(torch.bfloat16)  # as autocast has every linear layer read it
@@ -354,8 +371,15 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
 def run_stock(self: nn.Linear, reason: str, input: Tensor) -> Tensor:
     """The layer's output by its stock weight, counted as a fallback."""
     site, given = site_of(self), self._parameters.get("weight")
-    if is_replaced(self) and _is_exchanged(self) and given is not None and given.dtype == input.dtype:
-        return cast(Tensor, stock_forward(self, reason, input))
+    if is_replaced(self) and _is_exchanged(self) and given is not None:
+        if given.dtype == input.dtype or _has_new_values(self):
+            return cast(Tensor, stock_forward(self, reason, input))
+    elif is_replaced(self) and _has_new_values(self):
+        _quantise_new_values(self)
+        return cast(Tensor, site.forward(self, input))
+    if is_replaced(self) and not torch.compiler.is_compiling() and _is_overwritten(self):
+        do = "load them into a new model" if is_freed(self) else "restore the model, write them, and optimize again"
+        raise RuntimeError(f"weight: expected values that were quantised, got others, written into fp8: {do}")
     if is_freed(self):
         raise RuntimeError(
             f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"
@@ -407,33 +431,6 @@ def in_fp8(linear: nn.Module) -> bool:
 def holds_fp8(linear: nn.Module) -> bool:
     """Whether a linear layer, or the one below its adapters, has an fp8 weight, in whatever precision it multiplies."""
     return SCALES in base_of(linear)._buffers
-
-
-# ---- A whole model
-
-
-def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
-    """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
-    linears = [linear for group in groups for linear in group]
-    loaded = any(map(is_freed, linears))
-    shared = shared_weights(roots)
-    freed = sum(free_weight(linear) for linear in linears if stock_weights == FREED and id(linear.weight) not in shared)
-    for root in roots:
-        guard_loading(root)
-        tell_offload(root)
-    size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
-    text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
-    kept = sum(id(linear.weight) in shared for linear in linears)
-    if kept and stock_weights != BESIDE:
-        text += f" ({kept} beside the stock ones, which other modules read)"
-    if loaded:
-        return f"{text}, which were loaded: there is no restore"
-    if stock_weights == FREED:
-        return f"{text} in place of {freed / 2**20:.1f} MiB, which are freed: there is no restore"
-    if stock_weights == HELD:
-        held = sum(linear.__dict__[STOCK].nbytes for linear in linears if STOCK in linear.__dict__)
-        return f"{text} in place of {held / 2**20:.1f} MiB, which are in the host's memory"
-    return f"{text} beside the stock ones"
 
 
 def _release_root(root: nn.Module) -> None:

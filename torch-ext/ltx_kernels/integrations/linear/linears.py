@@ -17,7 +17,7 @@ from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
-from .fp8 import count_products, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from .fp8 import in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from .frozen import Layers, Rows, rows_of
 from .lora import (
     LowRank,
@@ -37,6 +37,7 @@ from .merged_adapters import follow_layer
 from .packing import packed_scaled_linear_op
 from .products import (
     Input,
+    count_products,
     dequantised,
     lie_apart,
     like_of,

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Union
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._linear import joined_bits
-from ...quant import multiply
+from ...quant import has_own_product, multiply
 from ..engine.recording import as_one
+from ..engine.sites import site_of
 from .frozen import Layers, Rows
 from .lora import LowRank, add_up, widened, widening_pays
 
 ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle
 
 Input = Union[Tensor, Rows]  # of a linear layer: a tensor, or its rows quantised to fp8
+
+
+def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
+    """Counts a product for each layer, and remarks those that torch._scaled_mm computes on a GPU."""
+    device = rows[0].device
+    by_torch = device.type != "cpu" and not has_own_product(device)
+    followed = torch.is_grad_enabled()
+    for linear in linears:
+        site = site_of(linear)
+        site.count_call()
+        if by_torch:
+            site.remark("products by torch._scaled_mm")
+        if followed and linear.weight.requires_grad:
+            site.remark("no gradients of weights that are in fp8 alone or in the host's memory")
 
 
 def may_overwrite() -> bool:
