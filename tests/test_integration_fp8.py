@@ -276,6 +276,22 @@ def test_parameters_that_are_given_other_data(
         assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
 
 
+def test_other_data_beside(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], other: dict[str, Tensor]) -> None:
+    """The same with the stock weights beside: these run, until `optimize` is called again. Moves change nothing."""
+    stock = copy.deepcopy(model)
+    stock.load_state_dict(other)
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
+    want = model(**inputs)[0]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert distance(model(**inputs)[0], want) < 0.01 and report.fallbacks == {}
+    for name, parameter in model.named_parameters():
+        parameter.data = other[name].clone()
+    assert distance(model(**inputs)[0], stock(**inputs)[0]) < 0.02
+    (reason,) = report.fallbacks["torch.Linear"]
+    assert "the weight has changed" in reason
+
+
 def test_restore_after_other_data(ltx: ModuleType, model: nn.Module, other: dict[str, Tensor]) -> None:
     """Nothing was called between the write and `restore`, which keeps what was written."""
     ltx.optimize(model, precision="fp8")

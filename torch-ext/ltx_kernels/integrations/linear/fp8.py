@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..._linear import joined_bits
 from ...quant import quantize_weight
 from ..engine.autocast import autocast_dtype
-from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
+from ..engine.guards import ATTRIBUTE, is_ordinary, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .frozen import Layers, Rows, rows_of
 from .lora import base_of, has_adapters, loads_adapters
@@ -284,13 +284,13 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 def has_changed(linear: nn.Linear) -> bool:
-    """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
+    """Whether the stock weight is not what was quantised. Writes through `.data` into its memory are not seen."""
     if is_replaced(linear):
         return linear.weight.dtype != torch.float8_e4m3fn or _is_overwritten(linear)
     # An offload of accelerate puts the same weight into a new parameter at every call.
     if _is_exchanged(linear) and not any(map(is_offload, hooks_of(linear))):
         return True
-    return (version_of(linear.weight) or 0) > linear.__dict__[QUANTISED].number
+    return not linear.__dict__[QUANTISED].is_of(linear.weight)
 
 
 def _is_exchanged(linear: nn.Module) -> bool:

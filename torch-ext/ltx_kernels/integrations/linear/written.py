@@ -7,19 +7,39 @@ from torch import Tensor
 
 from ..engine.guards import version_of
 
+PLACES = 64  # addresses that are remembered of a weight; an offload brings it back to few
+
 
 class Version:
-    """How often a weight had been written to when it was quantised. A copy counts anew, and remembers a change."""
+    """A stock weight as it was quantised: how often it had been written to, and what it holds.
+
+    A copy counts anew, and remembers a change.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.number = weight, version_of(weight) or 0
+        self._places, self._sums = {weight.data_ptr()}, _sums(weight.data)
 
-    def __getstate__(self) -> tuple[Tensor, bool]:
-        return self.weight, (version_of(self.weight) or 0) > self.number
+    def __getstate__(self) -> tuple[Tensor, bool, Tensor]:
+        return self.weight, (version_of(self.weight) or 0) > self.number, self._sums
 
-    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
-        self.weight, has_changed = state
-        self.number = -1 if has_changed else version_of(self.weight) or 0
+    def __setstate__(self, state: tuple[Tensor, bool, Tensor]) -> None:
+        self.weight, has_changed, self._sums = state
+        self.number, self._places = -1 if has_changed else version_of(self.weight) or 0, set()
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether a parameter holds what was quantised. Writes through `.data` into the same memory are not seen."""
+        if (version_of(weight) or 0) > self.number:
+            return False
+        place = weight.data_ptr()
+        if place in self._places:
+            return True
+        if not torch.equal(_sums(weight.data).to(self._sums.device), self._sums):
+            return False
+        if len(self._places) >= PLACES:
+            self._places.clear()
+        self._places.add(place)
+        return True
 
 
 class Values:
@@ -53,11 +73,10 @@ class Values:
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Two sums over the words of fp8 values [out, in], in which each row, and each column of words, has its factor."""
+    """Sums over the words of a weight [out, in]: of all, and of every second row and column, as rows may be moved."""
+    if values.device.type == "meta" or not values.numel():
+        return torch.zeros(3, dtype=torch.int64)
+    if not values.is_contiguous() or values.storage_offset() * values.element_size() % 8:
+        values = values.clone(memory_format=torch.contiguous_format)
     words = values.view(torch.int64)
-    by_row, by_column = words.sum(1), words.sum(0)
-    return torch.stack([_weighted(by_row), _weighted(by_column)])
-
-
-def _weighted(sums: Tensor) -> Tensor:
-    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+    return torch.stack([part.sum() for part in (words, words[::2], words[:, ::2])])
