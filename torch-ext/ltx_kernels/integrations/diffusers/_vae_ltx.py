@@ -104,6 +104,8 @@ def why_not_ltx(module: Any, strided: bool = False) -> str:
         if name in (RMSNORM, PER_CHANNEL):
             forms["eps"].add(part.eps)
         if name == LTX + "CausalConv3d":
+            if part.kernel_size != part.conv.kernel_size:
+                return "it pads for another kernel than its convolution has"
             forms["causality"].add(part.is_causal)
         if name.endswith("ResnetBlock3d") and part.per_channel_scale1 is not None and part.conv_shortcut is not None:
             return "a block adds noise and changes the number of channels"
