@@ -535,8 +535,8 @@ class _Module:
                         self.imported[alias.asname or alias.name] = file, ""
                     elif file := file_of(node.module):
                         self.imported[alias.asname or alias.name] = file, alias.name
-                    elif alias.asname == alias.name:  # handed on, as a definition of this file
-                        self.names[alias.name] = [ast.ImportFrom(node.module, [alias], 0)]
+                    elif alias.asname:  # handed on, as a definition of this file
+                        self.names[alias.asname] = [ast.ImportFrom(node.module, [alias], 0)]
             elif isinstance(node, ast.ImportFrom) and (module := f"{_base(node, path)}.py") in tree.paths:
                 self.imported |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
         for top in body:

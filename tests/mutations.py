@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "`out` ignored",
         PYTHON + "_call.py",
-        "            into(*given)\n            return outs\n",
-        "            functional(*arguments)\n            return outs\n",
+        "            into(*given)\n            count_writes(",
+        "            functional(*arguments)\n            count_writes(",
         backends=BOTH,
     ),
     Mutation(

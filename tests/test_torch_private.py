@@ -529,6 +529,7 @@ ATTRIBUTES: dict[str, Callable[[], Any]] = {
     "_forward_pre_hooks": lambda: _hooked("register_forward_pre_hook")._forward_pre_hooks,
     "_non_persistent_buffers_set": lambda: _with_buffer()._non_persistent_buffers_set == {"b"},
     "_version": lambda: torch.zeros(1).add_(1)._version == 1,
+    "_base": lambda: (x := torch.zeros(2))[:1]._base is x and x._base is None and x[:1].data._base is None,
     "_backward_pre_hooks": lambda: _hooked("register_full_backward_pre_hook")._backward_pre_hooks,
     "_backward_hooks": lambda: (
         _hooked("register_full_backward_hook")._backward_hooks

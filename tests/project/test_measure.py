@@ -78,13 +78,13 @@ FILES = {
     ''',
     "torch-ext/ltx_kernels/_words.py": '"""A file without code."""\n',
     "torch-ext/ltx_kernels/_checks.py": """
-        from ._torch_private import forward_ad
+        from ._torch_private import forward_ad, pytree
 
         CODES = {"a": 1}
 
 
         def choice(x):
-            return look_up(x) if forward_ad else x
+            return look_up(x) if forward_ad and pytree else x
 
 
         def look_up(x):
@@ -99,6 +99,7 @@ FILES = {
     """,
     "torch-ext/ltx_kernels/_torch_private.py": """
         from torch.autograd import forward_ad as forward_ad
+        from torch.utils import _pytree as pytree
 
         REPLICATE = "replicate"
     """,
@@ -256,6 +257,7 @@ def fake(tmp_path: Path) -> Fake:
         ("torch-ext/ltx_kernels/_checks.py", '{"a": 1}', '{"a": 2}'),
         ("torch-ext/ltx_kernels/_checks.py", "CODES =", "print()\nCODES ="),
         ("torch-ext/ltx_kernels/_torch_private.py", "from torch.autograd", "from torch.func"),
+        ("torch-ext/ltx_kernels/_torch_private.py", "import _pytree", "import pytree"),
         ("benchmarks/shared.py", "return 1", "return 3"),
         ("build.toml", '"kernel_src/ltx/rows.cuh"', '"kernel_src/ltx/rows.cuh", "kernel_src/rope.cu"'),
     ],

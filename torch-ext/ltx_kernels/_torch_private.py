@@ -159,6 +159,7 @@ ATTRIBUTES = {
     "_forward_pre_hooks": "of a module, by number",
     "_non_persistent_buffers_set": "of a module: the names of buffers that state_dict leaves out",
     "_version": "of a tensor: how often it was written to",
+    "_base": "of a view: the tensor that it is of, which it keeps; None for other tensors",
     "_backward_hooks": "of a module or a tensor, by number; None for a tensor that never had any",
     "_backward_pre_hooks": "of a module, by number",
     "_post_accumulate_grad_hooks": "of a tensor, by number; None for a tensor that never had any",
