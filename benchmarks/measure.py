@@ -22,8 +22,8 @@ own:
     python benchmarks/take.py first second
 
 Most of the time of whole models is torch.compile's, which leaves the GPU idle. Calls on one GPU with the same --lock
-compile side by side, and only one of them uses the GPU at a time (benchmarks/sharing.py). The first steps of compiled
-configurations, which then waited for others, are not written:
+compile side by side, and only one of them uses the GPU at a time (benchmarks/sharing.py). Their models have to fit into
+its memory together. The first steps of compiled configurations, which then waited for others, are not written:
 
     taskset -c 0-7 python benchmarks/measure.py --share 1/2 --lock gpu.lock --output first &
     taskset -c 8-15 python benchmarks/measure.py --share 2/2 --lock gpu.lock --output second; wait
