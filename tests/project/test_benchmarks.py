@@ -454,6 +454,26 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_first_step_that_waited_for_others_is_not_written(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    import sharing
+    import steps
+    from rich.progress import Progress
+
+    monkeypatch.setenv(sharing.VARIABLE, "lock") if shared else monkeypatch.delenv(sharing.VARIABLE, raising=False)
+    made = torch.nn.Linear(2, 2)
+    measured = steps.measure(
+        "a model",
+        lambda config: made,
+        lambda model: lambda: model(torch.ones(2)).detach(),
+        ["baseline", "compile"],
+        steps.Turns(rounds=1, steps=1),
+        "cpu",
+        Progress(disable=True),
+    )
+    assert ["first_step_s" in one.record for one in measured.values()] == [True, not shared]
+
+
 def test_the_number_of_blocks_of_every_model_is_known() -> None:
     """A model that names it otherwise would be built whole where few blocks are enough."""
     pytest.importorskip("diffusers")
