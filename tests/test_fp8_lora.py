@@ -520,11 +520,12 @@ def test_adapters_that_are_taken_from_the_weight(
     ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], init: str
 ) -> None:
     reference = copy.deepcopy(model)
-    ltx.optimize(model, precision="fp8", stock_weights="beside")
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     for part in reference, model:
         torch.manual_seed(5)
         part.add_adapter(peft.LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS, init_lora_weights=init))
     assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.03
+    assert report.fallbacks == {}  # the weights are quantised again, and no product is of the stock ones
 
 
 def test_adapters_beside_freed_weights_are_saved(
