@@ -69,9 +69,8 @@ def optimize(
     call that the ops cannot take (a gradient is needed, autocast is on in another dtype, weights are quantised,
     offloaded or somewhere else) the stock forward runs, and the report counts it. The weights of an attention's query,
     key and value move into one storage and become views of it, which takes no memory. The weights of convolutions in
-    autoencoders and UNets move into channels-last memory. Called again, `optimize` replaces what an
-    earlier call did to the components that it takes; level "norms" takes an autoencoder and text encoders that are not
-    named out again.
+    autoencoders and UNets move into channels-last memory. Called again, `optimize` replaces what an earlier call did to
+    the components that it takes; level "norms" takes an autoencoder and text encoders that are not named out again.
 
     To undo it::
 

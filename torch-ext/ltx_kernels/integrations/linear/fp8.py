@@ -302,7 +302,7 @@ def _is_exchanged(linear: nn.Module) -> bool:
 
 
 def _is_overwritten(linear: nn.Linear) -> bool:
-    """Whether a parameter that holds fp8 values was given others, of which nobody knows the scales."""
+    """Whether other fp8 values stand in the place of those that were quantised. Their scales are not known."""
     weight, values = linear._parameters.get("weight"), cast(Values, linear.__dict__[QUANTISED])
     if weight is None or weight.dtype != torch.float8_e4m3fn:
         return False
@@ -313,7 +313,7 @@ def _is_overwritten(linear: nn.Linear) -> bool:
 
 
 def _has_new_values(linear: nn.Module) -> bool:
-    """Whether a parameter that held fp8 values has stock ones, and no fp8 values that were converted."""
+    """Whether a parameter that held fp8 values has new stock values. A conversion of the fp8 values does not count."""
     weight = linear._parameters.get("weight")
     if weight is None or weight.dtype == torch.float8_e4m3fn or torch.compiler.is_compiling():
         return False
@@ -322,6 +322,7 @@ def _has_new_values(linear: nn.Module) -> bool:
 
 @torch.inference_mode(False)  # the weight outlives the call
 def _quantise_new_values(linear: nn.Linear) -> None:
+    """Quantises the stock values that a parameter has; a HELD stock weight becomes these values."""
     weight = linear.weight
     values, scales = quantize_weight(weight.detach())
     if STOCK in linear.__dict__:
@@ -402,6 +403,7 @@ def _why_not_restored(linear: nn.Module) -> str:
 
 
 def _why_not_root(root: nn.Module) -> str:
+    """Why no layer of a whole model can have its stock weight back; empty if each can."""
     replaced = [module for module in root.modules() if is_replaced(module)]
     roots = [root, *(found for ref in site_of(replaced[0]).roots if (found := ref()) is not None)] if replaced else []
     return "its fp8 weights are on disk (offload_to_disk_path): load it again" if any(map(is_on_disk, roots)) else ""
