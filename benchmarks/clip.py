@@ -18,10 +18,10 @@ sound, are the stock ones.
 
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what
 follows them. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host
-then. `first_s` counts from the call that makes a configuration to the end of its first clip. `capture_s` is what the
-slowest capture of a CUDA graph took, which a new shape pays once for each component, and `graph_gb` what the graphs
-hold. `peak_gb` is the most memory that a clip takes, weights included; the other configurations' own weights are not
-counted.
+then. `first_s` counts from the call that makes a configuration to the end of its first clip; compiled configurations
+have none where other benchmarks use the GPU meanwhile. `capture_s` is what the slowest capture of a CUDA graph took,
+which a new shape pays once for each component, and `graph_gb` what the graphs hold. `peak_gb` is the most memory that a
+clip takes, weights included; the other configurations' own weights are not counted.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import COLUMNS, options_of, synchronize, view_of
 from whole import Model, graphs_option, measure, random_pipeline
 
@@ -227,7 +228,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             f"{record['decode_ms']:.1f}",
             f"{record['idle_ms']:.1f}" if "idle_ms" in record else "",
             f"{record['peak_gb']:.1f}" if "peak_gb" in record else "",
-            f"{record['first_s']:.1f}",
+            f"{record['first_s']:.1f}" if "first_s" in record else "",
         )
     console.print(table)
 
@@ -255,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx_pipeline.quiet()
     facts = {"weights": "random", "dtype": options.dtype, "clips": options.clips}
     ltx, output, meta, console = begin("clip", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for model in options.models:

@@ -50,6 +50,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import COLUMNS, TORCHAO_INDUCTOR, free_memory, options_of, synchronize, view_of
 from torch import Tensor
 from whole import Model, graphs_option, measure, modules_of, random_pipeline
@@ -357,7 +358,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             f"{record['idle_ms']:.1f}" if "idle_ms" in record else "",
             f"{record['peak_gb']:.1f}" if "peak_gb" in record else "",
             f"{record['graph_gb']:.2f}" if "graph_gb" in record else "",
-            f"{record['first_s']:.1f}",
+            f"{record['first_s']:.1f}" if "first_s" in record else "",
             f"{record['error_vs_fp32']:.3g}" if "error_vs_fp32" in record else "",
         )
     console.print(table)
@@ -386,6 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx_pipeline.quiet()
     facts = {"weights": "random", "dtype": options.dtype, "images": options.images}
     ltx, output, meta, console = begin("image", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

@@ -9,7 +9,8 @@ benchmarks/records.py knows which program makes each record, and benchmarks/sour
 record is measured again if one of its sources has changed since its commit, or if it has none yet: records of new cases
 come first, then the oldest. One process measures several where the program can. What has been measured is in the file
 at once, so that a call that ends early, or is killed, loses one record at most, and the next call goes on from there. A
-program that fails does not stop the others, and is tried last in the next call.
+program that fails does not stop the others, and is tried last in the next call. The last lines of one that failed or
+was stopped are printed.
 
 `<machine>-queue.json` has a line for each call: its seconds, which the estimates come from, and the digest of the
 sources that it measured. Without the history of the repository, as on a machine that got a copy of the files, this
@@ -58,6 +59,7 @@ from staleness import NEVER, Age
 
 POLL_S = 0.2
 TOGETHER = 160  # jobs of one process at most: what it compiles ahead is lost if the process is stopped
+TAIL = 12  # the last lines of a program that are printed where it failed or was stopped
 MARGIN = 1.2  # a call that was stopped after so many seconds needs more: how much more is a guess
 RESULTS = REPOSITORY / "benchmarks/results"
 
@@ -174,7 +176,9 @@ class Queue:
         with tempfile.TemporaryDirectory() as folder:
             written = target if program.in_place else Path(folder) / target.name
             command = command_of(batch, self.root, self.output if program.folder else written)
-            variables = {**os.environ, VARIABLE: str(self.lock.path)} if self.lock and program.shares else None
+            variables = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what a program printed stays if it is stopped
+            if self.lock and program.shares:
+                variables[VARIABLE] = str(self.lock.path)
             log = Path(folder) / "log"
             with log.open("wb") as file:
                 process = subprocess.Popen(
@@ -218,18 +222,19 @@ class Queue:
             missing = next((job for job in batch if job.title not in done), None)
             lines = log.read_text(errors="replace").strip().splitlines()
             last_line = lines[-1].strip()[:300] if lines else "no output"
+            end = "".join(f"\n    {line}" for line in lines[-TAIL:])
             if missing is None:
                 if status and not stopped:  # such as a planted defect that no test noticed
-                    print(f"{batch[-1].title}: measured, with status {status}: {last_line}", flush=True)
+                    print(f"{batch[-1].title}: measured, with status {status}: {last_line}{end}", flush=True)
                 return done, {}
             if stopped:
                 seconds = time.monotonic() - last
                 self.note(missing, seconds=round(seconds, 1), stopped=True)
-                print(f"{missing.title}: stopped after {seconds:.0f} s", flush=True)
+                print(f"{missing.title}: stopped after {seconds:.0f} s{end}", flush=True)
                 return done, {}
             reason = f"status {status}: {last_line}" if status else f"no record of it was written: {last_line}"
             self.note(missing, failed=reason)
-            print(f"{missing.title}: failed, {reason}", flush=True)
+            print(f"{missing.title}: failed, {reason}{end}", flush=True)
             return done, {missing.title: reason}
 
     def gpu_for(self, program: Program) -> contextlib.AbstractContextManager[None]:

@@ -250,9 +250,9 @@ PROGRAMS = [
     ),
     Program(
         "benchmarks/clip.py", "{machine}-clip", lambda record: f"{record['model']} {record['recipe']} {_size(record)}",
-        _clip_options, keys=_one,
+        _clip_options, keys=_one, shares=True,
     ),
-    Program("benchmarks/image.py", "{machine}-image", _by_name("model"), _image_options, keys=_one),
+    Program("benchmarks/image.py", "{machine}-image", _by_name("model"), _image_options, keys=_one, shares=True),
     Program(
         "benchmarks/vae.py", "{machine}-vae",
         lambda record: "ops" if "op" in record else " ".join(

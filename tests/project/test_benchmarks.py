@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -472,6 +472,33 @@ def test_a_first_step_that_waited_for_others_is_not_written(monkeypatch: pytest.
         Progress(disable=True),
     )
     assert ["first_step_s" in one.record for one in measured.values()] == [True, not shared]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_first_image_that_waited_for_others_is_not_written(
+    ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    pytest.importorskip("diffusers")
+    import image
+    import sharing
+    import whole
+    from rich.progress import Progress
+
+    monkeypatch.setenv(sharing.VARIABLE, "lock") if shared else monkeypatch.delenv(sharing.VARIABLE, raising=False)
+    configs = ["stock", "compile", "kernels", *image.FLUX_FAST]
+    records = whole.measure(
+        "a pipeline",
+        configs,
+        lambda config: SimpleNamespace(components={}),
+        lambda pipe: {"image_ms": 1.0},
+        ltx,
+        1,
+        SimpleNamespace(device="cpu", idle=False),
+        Progress(disable=True),
+    )
+    compiled = {"compile", *image.FLUX_FAST}
+    for config, record in records:
+        assert ("first_s" in record) == (not shared or config not in compiled), config
 
 
 def test_the_number_of_blocks_of_every_model_is_known() -> None:

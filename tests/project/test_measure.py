@@ -141,6 +141,7 @@ FILES = {
             options = parser.parse_args()
             helper()
             for case in options.cases:
+                print(case, "begins")
                 if case == "bad":
                     sys.exit("ValueError: a bad case")
                 if case == "silent":
@@ -383,6 +384,7 @@ def test_the_next_call_goes_on_where_the_limit_ended_one(fake: Fake, capsys: pyt
     assert measure.work(fake.queue(), 4) == 0
     printed = capsys.readouterr().out
     assert "program: slow: stopped after" in printed and "left on gpu: 4 of 4 jobs, about" in printed
+    assert "\n    slow begins\n" in printed
     assert "3 whose time is unknown" in printed
     # What was stopped waits until the others are measured, and until there is more time.
     assert [one.job.name for one in fake.queue().waiting()] == ["other", "a", "b", "slow"]
@@ -413,6 +415,7 @@ def test_a_failure_does_not_end_the_call(fake: Fake, capsys: pytest.CaptureFixtu
     assert measure.work(fake.queue(), 60) == 1
     printed = capsys.readouterr().out
     assert "failed: program: bad: status 1: ValueError: a bad case" in printed
+    assert "\n    bad begins\n    ValueError: a bad case\n" in printed  # the end of what the program printed
     assert "left on gpu: 1 of 3 jobs" in printed
     fake.edit("kernel_src/norm.cu", "launch(p, 2);", "launch(p, 3);")
     waiting = fake.queue().waiting()
@@ -637,7 +640,7 @@ def test_a_program_that_does_not_share_has_the_gpu_to_itself(fake: Fake, monkeyp
     path, given = fake.root / "lock", []
 
     def popen(command: list[str], **options: Any) -> Any:
-        given.append(((options["env"] or {}).get(sharing.VARIABLE), is_free(path)))
+        given.append((options["env"].get(sharing.VARIABLE), is_free(path)))
         return subprocess.Popen(command, **options)
 
     fake.cases = ["flawed", "bad"]
