@@ -539,7 +539,7 @@ def test_gated_norm(ltx: ModuleType, device: str, dtype: torch.dtype, model: str
 
 
 # One rotates interleaved pairs, the other one backwards: docs/layers.md says to leave them out.
-OTHER_ROTARY = {"modeling_openai_privacy_filter", "modeling_nanochat"}
+OTHER_ROTARY = {"modeling_openai_privacy_filter", "modeling_nanochat"}  # transformers 5.24.0 does not decorate the last
 
 
 def test_every_rotary_function_turns_halves() -> None:
@@ -562,7 +562,7 @@ def test_every_rotary_function_turns_halves() -> None:
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
             found[file.stem] = torch.allclose(made[turn.name](x, cos, sin), turned)
     assert len(found) > 100 and found["modeling_llama"]
-    assert {name for name, fits in found.items() if not fits} == OTHER_ROTARY
+    assert {name for name, fits in found.items() if not fits} == OTHER_ROTARY & found.keys()
 
 
 @through_transformers

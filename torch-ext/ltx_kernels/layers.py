@@ -148,9 +148,10 @@ class RotaryPosEmb(nn.Module):
 
     It fits the functions ``apply_rotary_pos_emb`` that transformers decorates with "rotary_pos_emb" and that rotate
     halves. In transformers 5.22.2 these are all of them but two: openai_privacy_filter rotates interleaved pairs, and
-    NanoChat rotates by the negative angles. Leave "rotary_pos_emb" out of the mapping for these models. ``kernelize``
-    replaces the function for all models of that kind in the process. Query and key are [B, heads, S, D], or [B, S,
-    heads, D] with ``unsqueeze_dim=2``; the tables are [B or 1, S, D] or [B or 1, S, D / 2].
+    NanoChat rotates by the negative angles. Leave "rotary_pos_emb" out of the mapping for these models. NanoChat's is
+    not decorated in 5.24.0. ``kernelize`` replaces the function for all models of that kind in the process. Query and
+    key are [B, heads, S, D], or [B, S, heads, D] with ``unsqueeze_dim=2``; the tables are [B or 1, S, D] or [B or 1, S,
+    D / 2].
 
     Equivalent to::
 
