@@ -55,7 +55,7 @@ from records import LEDGER, PROGRAMS, Job, Program, jobs_of, records_in
 from result_files import REPOSITORY, slug_of, write
 from sharing import VARIABLE, Lock
 from sources import History, Sources, digest, working_tree
-from staleness import NEVER, Age
+from staleness import NEVER, Age, time_of
 
 POLL_S = 0.2
 TOGETHER = 160  # jobs of one process at most: what it compiles ahead is lost if the process is stopped
@@ -154,7 +154,7 @@ class Queue:
             for job, reason in found
             if reason
         ]
-        times = {id(one): self.age.time(one.job) for one in listed}
+        times = {id(one): time_of(one.job, self.history) for one in listed}
 
         def order(one: Waiting) -> tuple[bool, bool, float, float]:
             stopped = bool(self.calls.get(one.job.title, {}).get("stopped"))

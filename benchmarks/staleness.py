@@ -59,14 +59,15 @@ class Age:
                 return f"its sources changed after {name[:7]}"
         return ""
 
-    def time(self, job: Job) -> float:
-        """When a job's oldest record was made, or else its commit, in seconds; 0 where neither is known."""
-        times = [0.0 if record.get("date") is None else seconds(record["date"]) for record in job.records]
-        if self.history.is_whole and job.records:
-            names = (self.history.named(record.get("commit") or "") for record in job.records)
-            made = [float(self.history.commits[name]) if name else 0.0 for name in names]
-            times = [one or other for one, other in zip(times, made)]
-        return min(times, default=0.0)
+
+def time_of(job: Job, history: History) -> float:
+    """When a job's oldest record was made, or else its commit, in seconds; 0 where neither is known."""
+    times = [0.0 if record.get("date") is None else seconds(record["date"]) for record in job.records]
+    if history.is_whole and job.records:
+        names = (history.named(record.get("commit") or "") for record in job.records)
+        made = [float(history.commits[name]) if name else 0.0 for name in names]
+        times = [one or other for one, other in zip(times, made)]
+    return min(times, default=0.0)
 
 
 def seconds(date: str) -> float:

@@ -3,8 +3,9 @@
     python benchmarks/take.py FOLDER [FOLDER ...]
     python benchmarks/readme.py
 
-Only what the folder's ledger names is taken, with the commit that it is of; all other records stay. A new record may
-lack a time that the old one has, because a peer was not installed. Then the old record stays, and the program says so.
+Only what the folder's ledger names is taken, with the commit that it is of; all other records stay. The record here
+also stays, and the program says so, where it is newer than the folder's, or where the folder's lacks a time that it
+has, because a peer was not installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from records import PROGRAMS, WHOLE, Job, Program, Record, is_ledger, jobs_of, program_of, records_in
 from result_files import REPOSITORY, stamped, write
+from sources import History
+from staleness import time_of
 
 RESULTS = REPOSITORY / "benchmarks/results"
 
@@ -77,17 +80,28 @@ def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str)
     write(target, {**new["meta"], "date": max(date, new["meta"].get("date", ""))}, kept, **parts)
 
 
-def take_all(folder: Path, results: Path, programs: Iterable[Program] = PROGRAMS) -> tuple[list[Job], dict[str, str]]:
+def why_left(new: Job, known: Job | None, history: History) -> str:
+    """Why the records that are `known` here stay; empty where those of a folder are better."""
+    if known is None:
+        return ""
+    if time_of(new, history) < time_of(known, history):
+        return "the record here is newer"
+    missing = missing_peers(known.records, new.records)
+    return f"no time of {', '.join(missing)}, which the record has here" if missing else ""
+
+
+def take_all(
+    folder: Path, results: Path, history: History, programs: Iterable[Program] = PROGRAMS
+) -> tuple[list[Job], dict[str, str]]:
     """(the jobs that were taken, why others were left by their titles)."""
     taken: dict[tuple[Program, str], list[Job]] = {}
     left = {}
     dates = finished_in(folder)
     for (program, machine), jobs in measured_in(folder, programs, dates).items():
-        known = {job.name: job.records for job in jobs_of(program, machine, results)}
+        known = {job.name: job for job in jobs_of(program, machine, results)}
         for job in jobs:
-            missing = missing_peers(known.get(job.name, []), job.records)
-            if missing:
-                left[job.title] = f"no time of {', '.join(missing)}, which the record has here"
+            if reason := why_left(job, known.get(job.name), history):
+                left[job.title] = reason
             else:
                 taken.setdefault((program, machine), []).append(job)
     for (program, machine), jobs in taken.items():
@@ -102,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="what measure.py --output was given")
     for folder in parser.parse_args().folders:
-        taken, left = take_all(folder, RESULTS)
+        taken, left = take_all(folder, RESULTS, History())
         if not taken and not left:
             sys.exit(
                 f"{folder}: expected a ledger and result files of `python benchmarks/measure.py --output {folder}`"

@@ -492,7 +492,7 @@ def test_calls_that_share_the_work_are_taken_together(fake: Fake, tmp_path: Path
     for number, folder in enumerate(folders, 1):
         assert measure.work(fake.queue(folder, share=(number, 2)), 60) == 0
     assert fake.reasons().keys() == {"a", "b"}  # nothing was written there
-    taken = [take.take_all(folder, fake.results, [fake.program()]) for folder in folders]
+    taken = [take.take_all(folder, fake.results, sources.History(fake.root), [fake.program()]) for folder in folders]
     assert [([job.name for job in jobs], left) for jobs, left in taken] == [(["a"], {}), (["b"], {})]
     assert fake.reasons() == {}
     file = json.loads((fake.results / "gpu-program.json").read_text())
@@ -518,6 +518,21 @@ def test_a_job_of_two_files_has_ended_when_both_are_written(fake: Fake) -> None:
     assert all(call["seconds"] >= 1.4 for call in calls.values())
 
 
+def test_a_record_that_is_older_is_left(fake: Fake, tmp_path: Path) -> None:
+    """Such as in the folder of an earlier session."""
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(tmp_path / "old"), 60) == 0
+    fake.edit("kernel_src/norm.cu", "launch(p, 2);", "launch(p, 3);")
+    fake.edit("benchmarks/program.py", "2026-01-02", "2026-01-03")
+    newer = fake.commit()
+    assert measure.work(fake.queue(), 60, only=[": a"]) == 0
+    jobs, left = take.take_all(tmp_path / "old", fake.results, sources.History(fake.root), [fake.program()])
+    assert [job.name for job in jobs] == ["b"] and left == {"program: a": "the record here is newer"}
+    written = json.loads((fake.results / "gpu-program.json").read_text())["records"]
+    assert {record["name"]: record["commit"] == newer for record in written} == {"a": True, "b": False}
+
+
 def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Path) -> None:
     path = fake.results / "gpu-program.json"
     result = json.loads(path.read_text())
@@ -527,7 +542,7 @@ def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Pa
     fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
     fake.commit()
     assert measure.work(fake.queue(tmp_path / "other"), 60) == 0
-    jobs, left = take.take_all(tmp_path / "other", fake.results, [fake.program()])
+    jobs, left = take.take_all(tmp_path / "other", fake.results, sources.History(fake.root), [fake.program()])
     assert [job.name for job in jobs] == ["b"]
     assert left == {"program: a": "no time of compile (graph_ms), ours, peer, which the record has here"}
     assert json.loads(path.read_text())["records"][0] == result["records"][0]
@@ -542,7 +557,7 @@ def test_a_record_with_one_time_is_taken(fake: Fake, tmp_path: Path) -> None:
     fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
     fake.commit()
     assert measure.work(fake.queue(tmp_path / "other"), 60) == 0
-    jobs, left = take.take_all(tmp_path / "other", fake.results, [fake.program()])
+    jobs, left = take.take_all(tmp_path / "other", fake.results, sources.History(fake.root), [fake.program()])
     assert [job.name for job in jobs] == ["a", "b"]
     assert not left
 
