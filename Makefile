@@ -23,6 +23,7 @@ TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading norm adaln rope glu quant errors compile)
 TORCH_TESTS += tests/project/test_build_headers.py
 NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts families)
+NEWEST_TESTS += $(patsubst %,tests/test_%.py,layer_checkpoints training)
 ENGINES ?= sglang vllm-omni
 CPU_VARIANT := $(CURDIR)/build/torch-stable-abi211-cpu-$(shell uname -m)-linux
 ENGINE_TESTS ?= tests/test_engines.py tests/test_families.py

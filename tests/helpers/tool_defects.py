@@ -617,6 +617,27 @@ TOOL_DEFECTS = [
         "replay_gradients::test_an_argument_that_is_made_of_the_blocks_own_weight",
     ),
     defect(
+        "layers that checkpoint themselves without their checkpoint",
+        ENGINE + "transformers/_layer.py",
+        "            if not checkpoints_itself(layer):",
+        "            if True:",
+        "layer_checkpoints::test_the_layers_are_checkpoints",
+    ),
+    defect(
+        "a checkpoint within the checkpoint of a layer",
+        ENGINE + "transformers/_layer.py",
+        "    layer.__dict__[FLAG] = False\n",
+        "",
+        "layer_checkpoints::test_a_layer_that_runs_stock_is_one_checkpoint",
+    ),
+    defect(
+        "a cache that is filled in both runs of a checkpoint",
+        ENGINE + "transformers/_layer.py",
+        "            if any(kwargs.get(name) for name in CACHES):",
+        "            if False:",
+        "layer_checkpoints::test_a_cache_runs_stock",
+    ),
+    defect(
         "adapters of other kinds than LoRA that read fp8 values as weights",
         ENGINE + "linear/merged_adapters.py",
         "        if not is_lora(module):\n",

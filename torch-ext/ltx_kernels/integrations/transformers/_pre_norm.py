@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
@@ -19,6 +18,7 @@ from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.rotary_tables import Tables
+from ._layer import Layer
 
 Options = dict[str, Any]
 
@@ -59,7 +59,7 @@ def through_mlp(layer: Any, h: Stream, mlp: GatedMLP | None, name: str = "mlp") 
 
 def pre_norm_layer(
     classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP | None, casts: bool = False
-) -> Block:
+) -> Layer:
     """Decoder layers of these classes, whose attention is of the given class, and the MLP of that or of another.
 
     casts: As in `Block`: the norms' weights may have a dtype of their own.
@@ -89,7 +89,7 @@ def pre_norm_layer(
         h.add(dropped(self, "resid_attn_dropout", attended[0]))
         return through_mlp(self, h, mlp)
 
-    return Block(
+    return Layer(
         classes,
         forward,
         renames=RENAMES,

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rope import apply_rotary_qk
-from ..blocks.block import Block
 from ..blocks.stream import Stream
 from ..causal import flash, masked_tokens
 from ..causal.engine import input_of
@@ -26,6 +25,7 @@ from ..engine.recording import Live, as_one
 from ..engine.rotary_tables import Tables
 from ..engine.signature import attention_is_replaced
 from ..engine.sites import Entry, Site, site_of, stock_forward
+from ._layer import Layer
 
 
 def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +188,7 @@ ENTRIES = (
         ),
         frozenset({"query_key_value", "dense", "attention_dropout"}),
     ),
-    Block(
+    Layer(
         (_class("falcon", "FalconDecoderLayer"),),
         layer_forward,
         children=frozenset({"self_attention", "mlp"}),

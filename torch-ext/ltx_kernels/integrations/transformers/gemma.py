@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
@@ -19,6 +18,7 @@ from ..engine.guards import children
 from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.rotary_tables import Tables
+from ._layer import Layer
 from ._pre_norm import Options, layer_window
 
 NORMS = (
@@ -33,7 +33,7 @@ def _window_and_softcap(attention: Any, arguments: Mapping[str, Any]) -> Options
     return {"sliding_window": attention.sliding_window, "softcap": attention.attn_logit_softcapping}
 
 
-def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP) -> Block:
+def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP) -> Layer:
     """Decoder layers of these classes, whose attention and MLP are of the given ones."""
 
     def forward(
@@ -60,7 +60,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         h.add(ff(h.norm(norm3, into="mlp")), norm=norm4)
         return h.value()
 
-    return Block(
+    return Layer(
         classes,
         forward,
         renames=RENAMES,

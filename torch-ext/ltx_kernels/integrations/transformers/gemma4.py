@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from ...glu import geglu
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention, input_of
@@ -23,6 +22,7 @@ from ..engine.norm_forms import transformers_class as _class
 from ..engine.recording import Live
 from ..engine.rotary_tables import Tables
 from ..engine.sites import site_of
+from ._layer import Layer
 from ._pre_norm import layer_window
 
 SANDWICH = (
@@ -109,7 +109,7 @@ def layer_forward(
 ENTRIES = (
     ATTENTION,
     MLP,
-    Block(
+    Layer(
         (_class("gemma4", "Gemma4TextDecoderLayer"),),
         layer_forward,
         renames=RENAMES,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...rope import apply_rotary_qk
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
@@ -23,6 +22,7 @@ from ..engine.norm_forms import transformers_class as _class
 from ..engine.recording import as_one
 from ..engine.rotary_tables import of_complex
 from ..engine.sites import site_of
+from ._layer import Layer
 from ._pre_norm import through_mlp
 
 MLP_NAME = "feed_forward"
@@ -85,7 +85,7 @@ def layer_forward(
 ENTRIES = (
     ATTENTION,
     MLP,
-    Block(
+    Layer(
         (_class("llama4", "Llama4TextDecoderLayer"),),
         layer_forward,
         renames=RENAMES,

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
@@ -15,6 +14,7 @@ from ..engine.guards import children
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.rotary_tables import Tables
+from ._layer import Layer
 
 ATTENTION = CausalAttention(
     (_class("olmo2", "Olmo2Attention"),), norms=("q_norm", "k_norm"), across_heads=True, casts=True
@@ -53,7 +53,7 @@ def layer_forward(
 ENTRIES = (
     ATTENTION,
     MLP,
-    Block(
+    Layer(
         (_class("olmo2", "Olmo2DecoderLayer"),),
         layer_forward,
         renames=RENAMES,

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention, input_of
@@ -21,6 +20,7 @@ from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.recording import Live, as_one
 from ..engine.rotary_tables import Tables
+from ._layer import Layer
 from ._pre_norm import through_mlp
 
 ATTENTION = CausalAttention(
@@ -46,7 +46,7 @@ def _attend_linearly(module: Any, rows: Tensor, cache: Any, mask: Tensor | None,
     return attended
 
 
-def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | None) -> Block:
+def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | None) -> Layer:
     """Decoder layers of these classes, with linear attention of the classes `linear`."""
 
     def forward(
@@ -75,7 +75,7 @@ def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | No
             h.add(attended[0])
         return through_mlp(self, h, mlp)
 
-    return Block(
+    return Layer(
         classes,
         forward,
         renames=RENAMES,

@@ -15,7 +15,6 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.call import HOME
@@ -24,6 +23,7 @@ from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.recording import recorder_of_thread, refuse
+from ._layer import Layer
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:
@@ -123,8 +123,8 @@ def umt5_block_forward(
 _NEVER_FP8 = (("layer.1.DenseReluDense.wo", "the stock MLP casts its input to the dtype of this weight"),)
 
 
-def _block(model: str, prefix: str, forward: Any) -> Block:
-    return Block(
+def _block(model: str, prefix: str, forward: Any) -> Layer:
+    return Layer(
         (_class(model, f"{prefix}Block"),),
         forward,
         renames=RENAMES,
