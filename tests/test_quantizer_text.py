@@ -230,7 +230,10 @@ def test_damaged_folders(ltx: ModuleType, device: str, tmp_path: Path, damage: s
     changed = {**tensors, name: change(tensors[name])}
     kept = {key: tensor for key, tensor in changed.items() if tensor is not None}
     safetensors.save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"^weights: {name.removesuffix('_scale').removesuffix('.weight')}.*{text}"):
+    message = rf"^weights: {name.removesuffix('_scale').removesuffix('.weight')}.*{text}"
+    if damage == "one number":  # transformers 5.24 compares shapes first
+        message += "|ignore_mismatched_sizes"
+    with pytest.raises((ValueError, RuntimeError), match=message):
         load(cls, tmp_path / "fp8", device)
 
 

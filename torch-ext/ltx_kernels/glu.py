@@ -139,6 +139,8 @@ def swiglu_clamped(
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(input.dtype)
 
+    What lies beyond a limit has no gradient; at a limit itself it has one, as in torch before 2.14.
+
     Args:
         input: [..., 2N], gate and up in one tensor; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
         up: None, or the linear part, like input in shape, dtype and device.
