@@ -65,6 +65,7 @@ BESIDE = ["text_encoder", "vae"]  # components that the transformer's forward do
 
 # How much further from float32 than the stock modules the package's ops may be before the demo calls it a fault.
 ERROR_LIMIT = 1.5
+LEAST_ERROR = 1e-4  # that is a fault, also where the stock modules are exact, as in float32
 RANDOM_WEIGHTS = "random weights"
 
 # Ops that serve several functions, by the one that the model calls; the blank is for the statistic.
@@ -382,12 +383,13 @@ def faults(result: dict[str, Any]) -> list[str]:
     if result["without_compiled_call"]:
         found.append(f"said to run, but no compiled op did: {', '.join(result['without_compiled_call'])}")
     for name, reasons in result["fallbacks"].items():
-        found.append(f"stock calls of {name}: {', '.join(reasons)}")
+        if not name.startswith("transformers."):
+            found.append(f"stock calls of {name}: {', '.join(reasons)}")
     if not result["restored_to_same_bits"]:
         found.append("after restore, a forward does not give the stock modules' bits")
     stock, ours = (result["errors"][f"{key}_to_float32"] for key in ("stock", "ltx_kernels"))
     if stock is None:
-        ours, limit = result["errors"]["ltx_kernels_to_stock"], 1e-4
+        ours, limit = result["errors"]["ltx_kernels_to_stock"], LEAST_ERROR
     else:
         limit = ERROR_LIMIT * stock["forward"]["relative_l2"]
     shows = result["shows"]
@@ -424,6 +426,9 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if result["note"]:
         console.print(result["note"], highlight=False)
+    for name, reasons in result["fallbacks"].items():
+        if name.startswith("transformers."):  # no fault: T5 clamps its stream in float16, which blocks here do not
+            console.print(f"stock calls of {name}: {', '.join(reasons)}", highlight=False, soft_wrap=True)
     for fault in faults(result):
         console.print(f"fault: {fault}", style="red", highlight=False, soft_wrap=True)
     return 1 if faults(result) else 0

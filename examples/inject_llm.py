@@ -83,10 +83,10 @@ def generate(configured: Configured, prompt: Tensor, tokens: int) -> Tensor:
         ]
 
 
-def put_layers_in(model: nn.Module, ltx: ModuleType) -> str:
+def put_layers_in(model: nn.Module, ltx: ModuleType, rounding: str) -> str:
     """What `optimize` does, by way of the kernels library; returns what was replaced."""
     logging.getLogger("kernels").setLevel(logging.ERROR)  # it warns of every layer that the mapping does not have
-    with use_kernel_mapping(ltx.kernel_mapping(), inherit_mapping=False):
+    with use_kernel_mapping(ltx.kernel_mapping(rounding=rounding), inherit_mapping=False):
         kernelize(model, mode=Mode.INFERENCE)
     forwards = {getattr(ltx.layers, name).forward for name in ltx.layers.__all__}
     replaced = [m for m in model.modules() if getattr(m.forward, "__func__", None) in forwards]
@@ -114,6 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if "liger" in args.configs and not has_liger():
         parser.error("--configs: liger needs the package liger-kernel, which is not installed")
+    if args.kernelize and "kernels" not in args.configs:
+        parser.error("--kernelize: expected kernels among --configs, since it is another way to put the kernels in")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
@@ -133,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.compiler.reset()  # or the second compiled configuration meets torch's limit, and runs eagerly
         if config == "kernels" and args.kernelize:
             configured = Configured(config, view_of(model))
-            replaced = put_layers_in(configured.model, ltx)
+            replaced = put_layers_in(configured.model, ltx, args.rounding)
         else:
             configured = configure(
                 config, model, ltx, **({"rounding": args.rounding} if config in ("kernels", "kernels_compile") else {})

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+NAME = "[a-z][a-z0-9-]*[a-z0-9]"  # of a project, as kernel-builder and kernels want it
 OPS_FILE = "_ops.py"
 CXX_SUFFIXES = (".cpp", ".cc")
 LINKER_SUFFIX = ".o"  # what CMake, and so kernel-builder, hands to the linker as it is
@@ -178,6 +179,8 @@ def _project_of(root: Path, toml: dict[str, Any]) -> Project:
         )
         for name, table in toml["kernel"].items()
     )
+    if not re.fullmatch(NAME, general["name"]):
+        raise BuildError(f"build.toml: expected a name of lowercase letters, digits and -, got {general['name']!r}")
     project = Project(
         root=root,
         name=general["name"],
@@ -192,6 +195,11 @@ def _project_of(root: Path, toml: dict[str, Any]) -> Project:
         torch_cxx_flags=tuple(torch.get("cxx-flags", ())),
         kernels=kernels,
     )
+    if not (project.package_dir / "__init__.py").is_file():
+        package = project.package_dir.relative_to(root)
+        raise BuildError(
+            f"build.toml names {project.name}: expected its package in {package}, got no {package}/__init__.py"
+        )
     for backend in backends:
         missing = [str(f.relative_to(root)) for f in project.input_files(backend) if not f.is_file()]
         if missing:

@@ -267,6 +267,18 @@ def test_argument_errors(project: Path, arguments: list[str], message: str):
     assert message in result.stderr and "Traceback" not in result.stderr
 
 
+PROJECT = """
+[general]
+name = "{}"
+version = 1
+license = "Apache-2.0"
+backends = ["cpu"]
+[torch]
+stable-abi = "2.11"
+[kernel]
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -274,8 +286,17 @@ def test_argument_errors(project: Path, arguments: list[str], message: str):
         ("x = [", "--project: expected TOML in "),
         ("[general]", "--project: expected the key torch in "),
         ('[general]\nbackends = ["cpu"]\n[torch]', "--project: expected the key stable-abi in "),
+        (
+            PROJECT.format("own_kernel"),
+            "build.toml: expected a name of lowercase letters, digits and -, got 'own_kernel'",
+        ),
+        (
+            PROJECT.format("Own Kernel"),
+            "build.toml: expected a name of lowercase letters, digits and -, got 'Own Kernel'",
+        ),
+        (PROJECT.format("my-gate"), "build.toml names my-gate: expected its package in torch-ext/my_gate, got no "),
     ],
-    ids=["none", "no TOML", "no table", "no key"],
+    ids=["none", "no TOML", "no table", "no key", "underscore", "capitals", "no package"],
 )
 def test_a_directory_that_is_no_project(tmp_path: Path, text: str | None, message: str):
     if text is not None:

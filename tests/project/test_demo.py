@@ -168,6 +168,7 @@ def test_faults_are_reported(finished: tuple[Path, dict[str, Any], str]) -> None
         ("fallbacks", {"torch.RMSNorm": {"a": 1, "b": 2}}, "stock calls of torch.RMSNorm: a, b"),
     ):
         assert demo.faults({**result, key: value}) == [fault]
+    assert demo.faults({**result, "fallbacks": {"transformers.T5Block": {"a": 1}}}) == []
 
 
 def test_rows_of_the_picture(tmp_path: Path) -> None:

@@ -188,6 +188,15 @@ def test_own_kernel(own: ModuleType, device: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(own.ops.relu_squared_gate.default, (gate, up))
 
 
+def test_own_kernel_has_no_gradient(own: ModuleType, device: str) -> None:
+    """It says so where torch would go on without one."""
+    x = torch.ones(4, 6, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^relu_squared_gate: expected a call under torch.no_grad\(\)"):
+        own.relu_squared_gate(x.detach(), x)
+    with torch.no_grad():
+        assert own.relu_squared_gate(x, x).equal(x)
+
+
 def test_own_kernel_names_the_argument(own: ModuleType, device: str) -> None:
     x = torch.ones(4, 6, device=device)
     for gate, up, error in (

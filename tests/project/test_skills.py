@@ -316,6 +316,11 @@ def kernel(x, weight):
             "FAIL: torch.float32, contiguous, size 1: this kernel: expected an error",
         ),
         ("plain(x, weight).nan_to_num(posinf=0)", "FAIL: torch.float32, one infinity, size 1: expected NaN and"),
+        (
+            "(y := plain(x, weight)).where(~y.isnan(), y.new_tensor(torch.inf))",
+            "one infinity, size 1: expected NaN and",
+        ),
+        ("plain(x, weight).add_(x.mul_(0))", "size 1: expected the inputs as they were, the kernel wrote to one"),
         ("plain(x, weight) + 0.1 * (x.abs().amax() == 0)", "FAIL: torch.float32, zeros"),
         ("plain(x, weight)[:, :32]", "expected results of shapes [[1, 64]], got [[1, 32]]"),
         (
@@ -329,7 +334,7 @@ def kernel(x, weight):
         ),
         ("F.rms_norm(x, (63,), weight)", "expected a result, since this is timed, got Expected weight to be of same"),
     ],
-    ids=["right", "eps", "infinity", "zeros", "shape", "dtype", "none", "no tensor", "refusal"],
+    ids=["right", "eps", "infinity", "nan", "inputs", "zeros", "shape", "dtype", "none", "no tensor", "refusal"],
 )
 def test_a_kernel_of_ones_own(here: Here, tmp_path: Path, kernel: str, expected: str):
     """Faults are told; a refused view is named; what passes is logged, a line for each size."""
@@ -368,6 +373,9 @@ def test_a_verdict_can_fail(monkeypatch: pytest.MonkeyPatch):
     right, text = verdict([stock, {"config": "kernels", "error_vs_fp32": 1.6e-3}])
     assert not right and text.startswith("FAIL")
     assert verdict([stock])[1].startswith("NOT VERIFIED")
+    stock = {"config": "eager", "error_vs_fp32": 0.0}  # in float32
+    assert verdict([stock, {"config": "kernels", "error_vs_fp32": 4e-7}])[0]
+    assert not verdict([stock, {"config": "kernels", "error_vs_fp32": 2e-4}])[0]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -395,6 +403,11 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blocks = len(re.findall(r"^```(?!console)\w", TEMPLATES.read_text(), re.MULTILINE))
     assert result.stdout.count("wrote ") == blocks, "a block does not name its file"
     assert run(script_of("new_project.py"), str(folder)).returncode == 2  # it is not empty
+    assert run(script_of("new_project.py"), str(folder.with_name("My_Kernels"))).returncode == 2  # no name of a kernel
+    other = folder.with_name("fast-norm")
+    assert run(script_of("new_project.py"), str(other)).returncode == 0
+    assert 'name = "fast-norm"' in (other / "build.toml").read_text()
+    assert (other / "torch-ext/fast_norm/__init__.py").is_file()
     sources = sorted(path.name for path in (folder / "kernel_src").glob("*.cu"))
     assert len(sources) == 7
     (folder / "all.cu").write_text("".join(f'#include "{name}"\n' for name in sources))

@@ -3,9 +3,9 @@
 
     python new_project.py my-kernels
 
-Build it with `python build.py --project my-kernels --this-machine`, build.py beside this file, or with Nix and
-kernel-builder. Then take out what you do not need: a kernel is its file, its lines in kernels.h and in build.toml, and,
-where it is bound, its schema and its function.
+The folder's name is the project's: lowercase letters, digits and -. Build it with `python build.py --project my-kernels
+--this-machine`, build.py beside this file, or with Nix and kernel-builder. Then take out what you do not need: a kernel
+is its file, its lines in kernels.h and in build.toml, and, where it is bound, its schema and its function.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     parser = make_parser()
     folder = parser.parse_args().folder
+    name = folder.resolve().name
+    if not re.fullmatch("[a-z][a-z0-9-]*[a-z0-9]", name):
+        parser.error(f"argument folder: expected a name of lowercase letters, digits and -, got {name}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         parser.error(f"argument folder: expected a new or an empty folder, got {folder}")
-    for name, text in project().items():
-        path = folder / name
+    renamed = {"my-kernels": name, "my_kernels": name.replace("-", "_")}
+    for file, text in project().items():
+        for old, new in renamed.items():
+            file, text = file.replace(old, new), text.replace(old, new)
+        path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(f"wrote {path}")

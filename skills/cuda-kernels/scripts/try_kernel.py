@@ -12,10 +12,11 @@ counts. `PEERS`, where it is there, maps names to other functions of the same te
 
 The kernel is right where its relative error against float64 is at most 1.5 times plain torch's error, in every dtype
 and size of SMALL, for contiguous tensors and for views, where zeros and infinities give what plain torch gives, and
-where its results have the shapes and dtypes of plain torch's. A kernel may refuse a dtype or a view with an error,
-which is printed, but not the tensors that are timed: those in bfloat16 on a GPU, in float32 on a CPU. The script ends
-with status 1 where the kernel is wrong. --log appends a line of JSON for each size that was timed. It says to keep the
-kernel where no other way is as fast, and leaves that open on a CPU. Only what the trial loads has to be built.
+where its results have the shapes and dtypes of plain torch's. It may not write to its inputs. It may refuse a dtype or
+a view with an error, which is printed, but not the tensors that are timed: those in bfloat16 on a GPU, in float32 on a
+CPU. The script ends with status 1 where the kernel is wrong. --log appends a line of JSON for each size that was timed.
+It says to keep the kernel where no other way is as fast, and leaves that open on a CPU. Only what the trial loads has
+to be built.
 """
 
 from __future__ import annotations
@@ -99,24 +100,32 @@ def results(name: str, made: Any) -> list[Tensor]:
     return listed
 
 
+def special(x: Tensor) -> Tensor:
+    """1 and -1 where a number is infinite, 2 where it is NaN, else 0."""
+    return (x.isposinf().int() - x.isneginf().int()).masked_fill(x.isnan(), 2)
+
+
 def compare(trial: dict[str, Any], kind: str, dtype: torch.dtype, device: str, size: int) -> str:
     """The largest error of the kernel, or why it refuses such tensors."""
     given = trial["inputs"](lambda *shape: random_of(kind, dtype, device, *shape), size)
     # On the CPU, where plain torch computes step by step: its fused CUDA kernels spread an infinity further.
     expected = [x.to(device) for x in results("plain", trial["plain"](*(x.double().cpu() for x in given)))]
+    before = [x.clone() for x in given]
     try:
         made = trial["kernel"](*given)
     except REFUSALS as error:
         return f"refused: {reason(error)}"
     result = results("kernel", made)
+    if not all(map(torch.equal, given, before)):
+        raise ExampleError(f"{dtype}, {kind}, size {size}: expected the inputs as they were, the kernel wrote to one")
     shapes = [[list(x.shape) for x in tensors] for tensors in (expected, result)]
     if shapes[0] != shapes[1]:
         raise ExampleError(f"{dtype}, size {size}: expected results of shapes {shapes[0]}, got {shapes[1]}")
     dtypes = [x.dtype for x in results("plain", trial["plain"](*given))]
     if dtypes != (got := [x.dtype for x in result]):
         raise ExampleError(f"{dtype}, size {size}: expected results of dtypes {dtypes}, as plain torch's, got {got}")
-    if any(not torch.equal(a.isfinite(), b.to(dtype).isfinite()) for a, b in zip(result, expected)):
-        raise ExampleError(f"{dtype}, {kind}, size {size}: expected NaN and infinity where plain torch has them")
+    if not all(torch.equal(special(a), special(b.to(dtype))) for a, b in zip(result, expected)):
+        raise ExampleError(f"{dtype}, {kind}, size {size}: expected NaN and each infinity where plain torch has them")
     if kind in ("zeros", "one infinity"):
         pairs = [(a[a.isfinite()].double(), b[a.isfinite()]) for a, b in zip(result, expected)]
         limit = 8 * torch.finfo(dtype).eps

@@ -23,10 +23,13 @@ def relu_squared_gate(gate: Tensor, up: Tensor) -> Tensor:
         Like gate.
 
     Raises:
-        RuntimeError: A shape, dtype, device or memory layout does not fit; the text names the argument.
+        RuntimeError: A shape, dtype, device or memory layout does not fit, the text names the argument; or a gradient
+            is needed, which this op does not have.
 
     Source: So et al., "Primer" (arXiv:2109.08668), as the gate of a gated linear unit (arXiv:2002.05202).
     """
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        raise RuntimeError("relu_squared_gate: expected a call under torch.no_grad(), since it has no gradient")
     return ops.relu_squared_gate(gate, up)
 
 
