@@ -107,6 +107,7 @@ test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)
 
 test-torch:  ## test the built CPU variant, as it is, under another torch (TORCH=2.11) or Python (PYTHON=...)
+	@[ -n "$(TORCH)" ] || { echo "error: TORCH: expected a version, such as TORCH=2.11, or TORCH=newest" >&2; exit 1; }
 	TORCH="$(TORCH)" PYTHON="$(PYTHON)" tools/venv.sh .venv-torch-$(TORCH)
 	LTX_KERNELS_BACKEND=cpu $(LOCAL) \
 	  .venv-torch-$(TORCH)/bin/python -m pytest -n $(TEST_JOBS) -m "not slow" $(TORCH_TESTS) $(PYTEST_ARGS)
@@ -189,7 +190,7 @@ actionlint: $(READY)  ## check the workflow files
 
 check-all: lint actionlint test-all test-recorded test-static test-versions test-newest test-engines  ## lint, and all tests, under every torch
 
-clean:  ## remove what was built
+clean:  ## remove what was built; after it an editable installation needs pip install -e . again
 	rm -rf build dist site torch-ext/*/_ops.py torch-ext/*/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -202,6 +203,7 @@ nix-matrix:  ## the variants that Nix would build: they must be the variants of 
 	$(RELEASE) nix-matrix
 
 nix-build:  ## build one VARIANT=torch-... with Nix, into VARIANTS
+	@[ -n "$(VARIANT)" ] || { echo "error: VARIANT: expected one of those that make nix-matrix prints" >&2; exit 1; }
 	nix build -L ".#redistributable.$(VARIANT)"
 	$(RELEASE) collect result $(VARIANT) "$(VARIANTS)"
 

@@ -254,6 +254,8 @@ def find_torch(minimum: tuple[int, int]) -> Torch:
     wanted = ".".join(map(str, minimum))
     hint = f"install torch {wanted} or newer first, for example: pip install 'torch>={wanted}'"
     path = _torch_path()
+    if path is None and (named := os.environ.get("LTX_KERNELS_TORCH")):
+        raise BuildError(f"LTX_KERNELS_TORCH: expected torch's directory, .../site-packages/torch, got {named}")
     if path is None:
         raise BuildError(
             f"torch not found for {sys.executable}: {hint}. If it is installed elsewhere, set LTX_KERNELS_TORCH to its "
@@ -281,12 +283,14 @@ def _site_directories() -> list[Path]:
     """Where the environment that is installed into may have its packages, the likeliest first.
 
     pip's isolated builds run its interpreter with these directories removed from sys.path. uv's run an environment of
-    their own, so that the user's is found through PATH, which it is in while it is active, or as `.venv`.
+    their own, so that the user's is found through PATH, which it is in while it is active, or as `.venv`. Under pip
+    neither counts: a torch there need not be of the environment that is installed into.
     """
     prefixes = [Path(sys.prefix)]
-    prefixes += [Path(entry).parent for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
-    here = Path(os.environ.get("PWD") or ".")
-    prefixes += [directory / ".venv" for directory in (here, *here.parents)]
+    if "PIP_BUILD_TRACKER" not in os.environ:  # pip sets it for the builds that it runs
+        prefixes += [Path(entry).parent for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
+        here = Path(os.environ.get("PWD") or ".")
+        prefixes += [directory / ".venv" for directory in (here, *here.parents)]
     found: list[Path] = []
     for prefix in prefixes:
         settings = prefix / "pyvenv.cfg"
@@ -335,6 +339,19 @@ def _toolkit(path: Path) -> Cuda:
     if match is None:
         raise BuildError(f"cannot read the version of {path}/bin/nvcc from: {text}")
     return Cuda(path=path, version=(int(match[1]), int(match[2])))
+
+
+def supported_archs(project: Project) -> list[str]:
+    """Those of `native_archs` that the project's CUDA kernels support; an error if they support none of them."""
+    oldest = min((c for kernel in project.kernels_for("cuda") for c in kernel.capabilities), key=parse_version)
+    native = native_archs()
+    supported = [arch for arch in native if parse_version(arch) >= parse_version(oldest)]
+    if native and not supported:
+        raise BuildError(
+            f"this machine's GPU has compute capability {native[-1]}: expected {oldest} or newer; "
+            "LTX_KERNELS_BACKEND=cpu builds for its CPU"
+        )
+    return supported
 
 
 def native_archs() -> list[str]:
@@ -393,7 +410,10 @@ def python_include() -> Path:
 
 
 def run(command: Sequence[str], cwd: Path | None = None) -> str:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise BuildError(f"{command[0]} not found: install it, or add its folder to PATH") from error
     if result.returncode != 0:
         raise BuildError(f"{shlex.join(command)} failed:\n{result.stdout}{result.stderr}")
     return result.stdout
@@ -819,10 +839,24 @@ def replace_directory(new: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with open(directory / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another build in {directory}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory that is built into, or says why it cannot be one."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"{directory}: expected a directory to build into, got {error.strerror}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise BuildError(f"{directory}: expected a directory to build into, got one that may not be written to")
 
 
 def manylinux_violations(library: Path) -> list[str]:
@@ -877,7 +911,7 @@ def build_variant(
             check_defined(library)
         if cuda is not None:
             write_ptxas_reports(project, cache)
-        output.mkdir(parents=True, exist_ok=True)
+        make_directory(output)
         target = output / variant
         new = output / f".new-{variant}-{os.getpid()}"
         shutil.rmtree(new, ignore_errors=True)
@@ -935,7 +969,7 @@ def _archs_for_pip(project: Project, torch: Torch) -> tuple[str, ...] | None:
         )
     if backend == "cpu" or "cuda" not in project.backends:
         return None
-    archs = asked or (tuple(native_archs()) if torch.cuda is not None else ())
+    archs = asked or (tuple(supported_archs(project)) if torch.cuda is not None else ())
     return archs if archs or backend == "cuda" else None
 
 
@@ -1025,7 +1059,7 @@ def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
             "and --static-libstdcxx"
         )
     torch = find_torch(min(project.stable_abi.values()))
-    archs = native_archs() if torch.cuda is not None else []
+    archs = supported_archs(project) if torch.cuda is not None else []
     if archs and not args.cuda_from_pypi:
         _cuda_of(torch, "a compiler by --cuda-from-pypi")
     args.backend, args.arch = (["cuda"], archs) if archs else (["cpu"], [])

@@ -461,6 +461,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stage_card(project, args.build)
         elif args.command == "sign":
             sign(args.build)
+        elif shutil.which("nix") is None:
+            raise ReleaseError("nix not found: install it, or add its folder to PATH")
         elif subprocess.run(upload_command(project, args.build), check=False).returncode != 0:
             raise ReleaseError("upload failed (see above)")
     except (ReleaseError, builder.BuildError) as error:

@@ -4,7 +4,7 @@
 # With REQUIREMENTS=file that file's packages alone, each of a hash that it lists.
 # Downloads a CPU torch where no NVIDIA GPU is found and the CPU index of PyTorch can be reached.
 set -euo pipefail
-venv=$1
+venv=${1:?usage: tools/venv.sh DIRECTORY}
 here=$(cd "$(dirname "$0")/.." && pwd)
 
 usable() {

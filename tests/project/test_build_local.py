@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -340,6 +341,41 @@ def test_native_architectures(machine: Path, monkeypatch: pytest.MonkeyPatch):
     assert builder.native_archs() == []
 
 
+def test_a_gpu_that_is_too_old(machine: Path):
+    """It is left out beside a newer one, and alone it is an error."""
+    project = builder.load_project()
+    stand_in_gpus(machine, "7.0", "9.0")
+    assert builder.supported_archs(project) == ["9.0"]
+    stand_in_gpus(machine, "7.0")
+    with pytest.raises(builder.BuildError, match=r"^this machine's GPU has compute capability 7\.0: expected 7\.5 or"):
+        builder.supported_archs(project)
+
+
+def test_a_directory_that_cannot_be_built_into(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        builder.BuildError, match=r"file/build: expected a directory to build into, got Not a directory"
+    ):
+        builder.make_directory(tmp_path / "file/build")
+
+
+def test_a_program_that_is_not_installed():
+    with pytest.raises(builder.BuildError, match="^no-such-program not found: install it"):
+        builder.run(["no-such-program", "--version"])
+
+
+def test_a_build_that_waits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with builder.locked(tmp_path):
+        waiting = threading.Thread(target=lambda: builder.locked(tmp_path).__enter__())
+        waiting.start()
+        for _ in range(500):
+            if "Waiting" in (printed := capsys.readouterr().out):
+                break
+            time.sleep(0.01)
+    waiting.join()
+    assert printed == f"Waiting for another build in {tmp_path}\n"
+
+
 def test_this_machine_without_a_gpu(project: Path, machine: Path):
     """The CPU variant alone, whatever toolkit there is; what is compiled is told as it goes."""
     output = run_build(project, "--this-machine").stdout
@@ -389,7 +425,9 @@ def test_torch_missing_or_too_old(project: Path, tmp_path: Path):
     environment = {**os.environ, "LTX_KERNELS_TORCH": str(torch)}
     missing = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert missing.returncode == 1
-    assert "error: torch not found" in missing.stderr and "pip install 'torch>=2.11'" in missing.stderr
+    assert (
+        f"error: LTX_KERNELS_TORCH: expected torch's directory, .../site-packages/torch, got {torch}" in missing.stderr
+    )
     torch.mkdir(parents=True)
     (torch / "version.py").write_text("__version__ = '2.9.1+cu128'\ncuda = '12.8'\n")
     old = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -503,6 +541,20 @@ def source_archive(project: Path, output: Path) -> Path:
     return archive
 
 
+def test_a_source_archive_after_an_editable_installation(project: Path, tmp_path: Path):
+    """The link in build/ leads to the package's folder, which the archive holds as before."""
+
+    def names(output: Path) -> list[str]:
+        with tarfile.open(source_archive(project, output)) as archive:
+            return sorted(archive.getnames())
+
+    before = names(tmp_path / "before")
+    (project / "build/.editable").mkdir(parents=True)
+    (project / "build/.editable/ltx_fused").symlink_to(project / "torch-ext/ltx_kernels")
+    assert names(tmp_path / "after") == before
+    assert any(name.endswith("torch-ext/ltx_kernels/__init__.py") for name in before)
+
+
 @pytest.mark.slow
 def test_pip_install_from_a_source_archive(project: Path, tmp_path: Path):
     archive = source_archive(project, tmp_path / "dist")
@@ -608,6 +660,14 @@ def test_where_torch_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if place == "folder":
         (tmp_path / ".venv").symlink_to(user)
         assert builder._torch_path() == tmp_path / ".venv" / stand_in.relative_to(user)
+    monkeypatch.setenv("PIP_BUILD_TRACKER", str(tmp_path))  # pip runs the interpreter that it installs for
+    assert (builder._torch_path() is None) == (place in ("active", "folder"))
+    if builder._torch_path() is None:
+        with pytest.raises(builder.BuildError, match=r"^torch not found .* pip install 'torch>=2.11'"):
+            builder.find_torch((2, 11))
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(tmp_path / "nowhere"))
+    with pytest.raises(builder.BuildError, match=r"^LTX_KERNELS_TORCH: expected torch's directory, .*nowhere$"):
+        builder.find_torch((2, 11))
 
 
 @pytest.mark.slow

@@ -46,6 +46,14 @@ def test_a_path_with_a_space_is_one_word(spaced: Path, target: str):
             assert "a path" not in word or word.endswith("a path/build"), command
 
 
+@pytest.mark.parametrize(("target", "variable"), [("test-torch", "TORCH"), ("nix-build", "VARIANT")])
+def test_a_variable_that_is_missing_is_named(target: str, variable: str):
+    command = ["make", target, f"{variable}="]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and result.stderr.startswith(f"error: {variable}: expected ")
+    assert "Traceback" not in result.stderr and not (ROOT / ".venv-torch-").exists()
+
+
 def test_help_lists_every_target(spaced: Path):
     output = make(spaced)
     groups = re.findall(r"^(\w+).*\n((?:  .*\n)+)", output, re.MULTILINE)
