@@ -360,7 +360,7 @@ def test_a_directory_that_cannot_be_built_into(tmp_path: Path):
 
 
 def test_a_program_that_is_not_installed():
-    with pytest.raises(builder.BuildError, match="^no-such-program not found: install it"):
+    with pytest.raises(builder.BuildError, match=r"^no-such-program not found: install it"):
         builder.run(["no-such-program", "--version"])
 
 
