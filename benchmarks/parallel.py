@@ -372,6 +372,11 @@ def with_modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return in_order([*measured, *modelled(measured)])
 
 
+def of_this_package(failed: dict[str, str]) -> dict[str, str]:
+    """The failures of all but the stock modules, which cannot do everything."""
+    return {what: reason for what, reason in failed.items() if ", stock, " not in what}
+
+
 def failures_kept(output: Path, options: argparse.Namespace) -> dict[str, str]:
     """What an earlier run noted as failed, but for what this run tries again."""
     if not output.exists():
@@ -460,8 +465,7 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace, failur
             if cuda:
                 torch.cuda.empty_cache()
     print_table(run.records, console)
-    # The same on all ranks. What the stock modules cannot do is no failure.
-    failures.value = sum(", stock, " not in what for what in run.failed)
+    failures.value = len(of_this_package(run.failed))  # the same on all ranks
     for what, reason in run.failed.items():
         console.print(f"failed: {what}: {reason}", highlight=False, soft_wrap=True, markup=False)
     console.print(str(output), highlight=False, soft_wrap=True)

@@ -634,6 +634,7 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
         "ltx13b, stock, 2 GPUs, ring": "c",
     }
     path.write_text(json.dumps({"meta": {"failed": failed}, "records": []}))
+    assert list(parallel.of_this_package(failed)) == ["ltx", "ltx, kernels, 2 GPUs, ring"]
     options = parallel.argparse.Namespace(models=["ltx"], configs=["stock"], modes=["ulysses"])
     assert parallel.failures_kept(path, options) == {what: failed[what] for what in list(failed)[2:]}
     assert parallel.failures_kept(tmp_path / "none.json", options) == {}
