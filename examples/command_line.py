@@ -28,7 +28,7 @@ OFFLOADS = ("none", "model", "sequential", "group")
 # how torchao registers its classes. None of that is about these examples.
 FOREIGN_LOGGERS = ("torchao", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree")
 
-TRAINED = ROOT / "examples" / "demo_model"  # what train_demo.py writes, and demo.py shows
+TRAINED = ROOT / "examples" / "demo_model"  # what train_demo.py has made, and demo.py shows
 BUILD = ROOT / "build"
 NAMED = "LOCAL_KERNELS" in os.environ  # the user names a build
 # `get_kernel` then takes the local build, unless the user names another.
@@ -129,10 +129,10 @@ def finite(text: str) -> float:
     return value
 
 
-def seed(text: str) -> int:
+def seed(text: str, bits: int = 63) -> int:
     value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected 0 to 2^63 - 1, got {value}")
+    if not 0 <= value < 2**bits:
+        raise argparse.ArgumentTypeError(f"expected 0 to 2^{bits} - 1, got {value}")
     return value
 
 
