@@ -378,6 +378,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
         ("--offload some", "--offload: invalid choice: 'some'"),
         ("--device cpu --graphs", "--graphs: it needs a GPU and the optimized kernels"),
+        ("--output a.webm", "--output: expected a name that ends in .mp4, .gif, got a.webm"),
         ("--components text", "--components: invalid choice: 'text'"),
         ("--no-optimized-kernels --precision fp8", "--precision: fp8 needs the optimized kernels"),
         ("--use-optimized-kernels --no-optimized-kernels", "--no-optimized-kernels: not allowed with argument"),
