@@ -56,7 +56,7 @@ def load_kernels(device: Any) -> ModuleType:
         return get_kernel(REPO_ID, version=1, backend="cpu" if str(device) == "cpu" else None)
     except Exception as error:
         raise ExampleError(
-            f"{REPO_ID} could not be loaded: {error}\n"
+            f"{REPO_ID} could not be loaded: {str(error).strip()}\n"
             f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. {HOW_TO_BUILD}"
         ) from error
 

@@ -220,13 +220,17 @@ def load_pipeline(
         pipe = random_pipeline(model, device if offload == "none" else torch.device("cpu"), seed).to(dtype=dtype)
     else:
         try:
-            check_transformer(model, LTXPipeline.load_config(model))
             pipe = LTXPipeline.from_pretrained(model, dtype=dtype)
+        except AttributeError:  # the VAE of another pipeline may lack what an LTXPipeline reads
+            check_transformer(model)
+            raise
         except (OSError, ValueError, ImportError) as error:
             raise ExampleError(
                 f"{model}: {error}\nA Hub id needs the network, and its tokenizer `pip install sentencepiece`; "
                 "--model tiny and --model random make a model with random weights"
             ) from error
+        if not isinstance(pipe.transformer, LTXVideoTransformer3DModel):
+            check_transformer(model)
     for component in (pipe.transformer, pipe.vae, pipe.text_encoder):
         component.eval().requires_grad_(False)
     if offload == "none":
@@ -235,9 +239,9 @@ def load_pipeline(
     return pipe
 
 
-def check_transformer(model: str, index: dict[str, Any]) -> None:
-    """Raises an error where a model_index.json is not of LTX-Video, whose classes an LTXPipeline needs."""
-    expected = LTXVideoTransformer3DModel.__name__
+def check_transformer(model: str) -> None:
+    """Raises an error where the model_index.json of a folder or of a Hub id is not of LTX-Video."""
+    index, expected = LTXPipeline.load_config(model), LTXVideoTransformer3DModel.__name__
     if expected not in index.get("transformer", ()):
         name = index.get("_class_name", "no pipeline")
         raise ExampleError(f"{model}: expected an LTXPipeline, or another pipeline with {expected}, got {name}")

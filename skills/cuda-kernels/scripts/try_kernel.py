@@ -66,7 +66,7 @@ def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         trial = runpy.run_path(str(path))
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         how = f"\n{HOW_TO_BUILD}" if REPO_ID in path.read_text() else ""
-        sys.exit(f"error: {path}: {error}{how}")
+        sys.exit(f"error: {path}: {str(error).strip()}{how}")
     missing = [name for name in NAMES if name not in trial]
     if missing:
         parser.error(f"argument trial: expected {', '.join(NAMES)} in {path}, got no {', '.join(missing)}")
