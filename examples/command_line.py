@@ -28,8 +28,14 @@ OFFLOADS = ("none", "model", "sequential", "group")
 # how torchao registers its classes. None of that is about these examples.
 FOREIGN_LOGGERS = ("torchao", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree")
 
-TRAINED = ROOT / "examples" / "demo_model"  # what train_demo.py writes, and demo.py shows
+TRAINED = ROOT / "examples" / "demo_model"  # what train_demo.py has made, and demo.py shows
 BUILD = ROOT / "build"
+HOW_TO_BUILD = (
+    f"In {ROOT}, `make build` or `python tools/build.py --this-machine` fills build/, and `pip install .` installs the "
+    "package"
+    if (ROOT / "tools" / "build.py").is_file()
+    else f"Set LOCAL_KERNELS={REPO_ID}=/path/to/build, or `pip install` the package"  # a copy of the skill
+)
 NAMED = "LOCAL_KERNELS" in os.environ  # the user names a build
 # `get_kernel` then takes the local build, unless the user names another.
 os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={BUILD}")
@@ -50,9 +56,8 @@ def load_kernels(device: Any) -> ModuleType:
         return get_kernel(REPO_ID, version=1, backend="cpu" if str(device) == "cpu" else None)
     except Exception as error:
         raise ExampleError(
-            f"{REPO_ID} could not be loaded: {error}\n"
-            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. In {ROOT}, "
-            "`make build` or `python tools/build.py --this-machine` fills build/, and `pip install .` installs it"
+            f"{REPO_ID} could not be loaded: {str(error).strip()}\n"
+            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. {HOW_TO_BUILD}"
         ) from error
 
 
@@ -129,10 +134,10 @@ def finite(text: str) -> float:
     return value
 
 
-def seed(text: str) -> int:
+def seed(text: str, bits: int = 63) -> int:
     value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected 0 to 2^63 - 1, got {value}")
+    if not 0 <= value < 2**bits:
+        raise argparse.ArgumentTypeError(f"expected 0 to 2^{bits} - 1, got {value}")
     return value
 
 
@@ -146,6 +151,18 @@ def new_file(text: str) -> Path:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{parent} is not a directory that can be written to")
     return Path(text)
+
+
+def file_that_ends_in(*endings: str) -> Callable[[str], Path]:
+    """A path as of `new_file`, with one of these endings or none."""
+
+    def file(text: str) -> Path:
+        path = new_file(text)
+        if path.suffix and path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"expected a name that ends in {', '.join(endings)}, got {text}")
+        return path
+
+    return file
 
 
 def directory(text: str) -> Path:

@@ -316,7 +316,8 @@ def run_fp8(pipe: Any, args: argparse.Namespace, ltx: ModuleType, call: dict[str
     """What the pipeline makes with the linear layers of its transformer in fp8. It is stock again afterwards."""
     with ltx.optimize(pipe, components=TRANSFORMER, precision="fp8", graphs=False):
         output = forward(pipe.transformer, call)
-        return Outcome(output, generate("ltx-kernels, fp8", args.steps))
+        text = generate.encode()  # as the stock pipeline does
+        return Outcome(output, generate("ltx-kernels, fp8", args.steps), text)
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from command_line import (
@@ -28,6 +27,7 @@ from command_line import (
     add_kernel_arguments,
     at_least,
     check_kernel_arguments,
+    file_that_ends_in,
     finite,
     new_file,
     seed,
@@ -43,13 +43,6 @@ def side(text: str) -> int:
     if value < 16 or value % 16:
         raise argparse.ArgumentTypeError(f"expected a multiple of 16, got {value}")
     return value
-
-
-def image_file(text: str) -> Path:
-    path = new_file(text)
-    if path.suffix and path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"expected a name that ends in {', '.join(FORMATS)}, got {text}")
-    return path
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
     parser.add_argument(
-        "--output", type=image_file, default=ROOT / "demo" / "image.png", metavar="PATH",
+        "--output", type=file_that_ends_in(*FORMATS), default=ROOT / "demo" / "image.png", metavar="PATH",
         help="of the image; what made it is added to its name (default: demo/image.png)",
     )  # fmt: skip
     parser.add_argument("--json", type=new_file, metavar="PATH", help="write all that is printed to this file")

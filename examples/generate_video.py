@@ -31,11 +31,13 @@ from command_line import (
     add_kernel_arguments,
     at_least,
     check_kernel_arguments,
+    file_that_ends_in,
     new_file,
     start,
 )
 
 COMPONENTS = "text_encoder", "transformer", "vae"
+FORMATS = ".mp4", ".gif"
 PARALLEL = "ulysses", "ring", "guidance"
 
 
@@ -54,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
     parser.add_argument(
-        "--output", type=new_file, default=ROOT / "demo" / "video.mp4", metavar="PATH",
+        "--output", type=file_that_ends_in(*FORMATS), default=ROOT / "demo" / "video.mp4", metavar="PATH",
         help="of the video; what made it is added to its name (default: demo/video.mp4)",
     )  # fmt: skip
     parser.add_argument("--gif", action="store_true", help="write a GIF too")
@@ -251,11 +253,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not first:
         return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    stem = args.output.stem if args.output.suffix in (".mp4", ".gif") else args.output.name
     files, note = [], ""
     for i, frames in enumerate(clip.frames):
         number = f"_{i}" if args.batch_size > 1 else ""
-        name = f"{stem}{number}{suffix(args.optimized, args.compile)}"
+        name = f"{args.output.stem}{number}{suffix(args.optimized, args.compile)}"
         written, note = write_video(frames, args.output.with_name(name), args.gif)
         files += written
     result["files"] = [str(path) for path in files]

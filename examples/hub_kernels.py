@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from command_line import ROOT, start
+from command_line import HOW_TO_BUILD, ROOT, start
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def this_package(repo_id: str, build: Path, trust: bool) -> ModuleType | None:
     try:
         kernel = get_local_kernel(build, backend=backend)
     except FileNotFoundError as error:
-        print(f"  {reason(error)}\n  build it first: make build")
+        print(f"  {reason(error)}\n  {HOW_TO_BUILD}")
         return None
     # What an application does that already calls get_kernel: nothing. The variable sends it to the directory.
     os.environ["LOCAL_KERNELS"] = f"org/ltx-kernels={build}"

@@ -40,6 +40,7 @@ VAE = {
 VAE_TINY = {"block_out_channels": (32,) * 4, "layers_per_block": 1}
 FLUX_TINY = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
 FLUX_TINY |= {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "pooled_projection_dim": 16}
+TIMED = ("encode_prompt", "vae", "image_processor")  # parts of a pipeline
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -90,6 +91,11 @@ def load_pipeline(model: str, device: torch.device, dtype: torch.dtype, offload:
                 f"{model}: {error}\nA Hub id needs the network; --model tiny and --model random make a model with "
                 "random weights"
             ) from error
+        if not all(hasattr(pipe, name) for name in TIMED):
+            raise ExampleError(
+                f"{model}: expected a pipeline that makes images from prompts, such as FluxPipeline, "
+                f"got {type(pipe).__name__}"
+            )
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.eval().requires_grad_(False)

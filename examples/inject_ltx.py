@@ -49,9 +49,9 @@ def main() -> None:
     report = ltx.optimize(pipe)
     video = pipe("A red kite over a beach", num_frames=25, height=128, width=192, num_inference_steps=4).frames[0]
     print(report)
-
     ltx.restore(pipe)
-    left = sum(hasattr(module, "_ltx_kernels") for part in (pipe.transformer, pipe.vae) for module in part.modules())
+    parts = pipe.text_encoder, pipe.transformer, pipe.vae
+    left = sum(hasattr(module, "_ltx_kernels") for part in parts for module in part.modules())
     print(f"{len(video)} frames of {video[0].height}x{video[0].width}; modules still replaced after restore: {left}")
 
 

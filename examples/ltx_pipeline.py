@@ -71,8 +71,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
     args.device = device_of(parser, args.device)
     kind = args.device.partition(":")[0]
     args.model = args.model or ("random" if kind == "cuda" else "tiny")
-    recipe = Path(args.model) / "recipe.json"
-    trained = json.loads(recipe.read_text())["clips"] if recipe.is_file() else {}
+    trained = trained_clips(args.model)
     for name, small, large in (
         ("prompt", PROMPT, PROMPT),
         ("frames", 25, 49),
@@ -80,8 +79,22 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
         ("width", 192, 768),
         ("steps", 8, 20),
     ):
-        setattr(args, name, getattr(args, name) or trained.get(name) or (large if kind == "cuda" else small))
+        if getattr(args, name) is None:
+            setattr(args, name, trained.get(name, large if kind == "cuda" else small))
     return args
+
+
+def trained_clips(model: str) -> dict[str, Any]:
+    """What the recipe of train_demo.py says of the clips that a model knows; nothing for any other model."""
+    path = Path(model) / "recipe.json"
+    if not path.is_file():
+        return {}
+    try:
+        recipe = json.loads(path.read_text())
+    except ValueError as error:
+        raise ExampleError(f"{path}: expected JSON, as train_demo.py writes it: {error}; mend or remove it") from error
+    clips = recipe.get("clips") if isinstance(recipe, dict) else None
+    return clips if isinstance(clips, dict) else {}
 
 
 # ---- The pipeline
@@ -208,17 +221,30 @@ def load_pipeline(
     else:
         try:
             pipe = LTXPipeline.from_pretrained(model, dtype=dtype)
+        except AttributeError:  # the VAE of another pipeline may lack what an LTXPipeline reads
+            check_transformer(model)
+            raise
         except (OSError, ValueError, ImportError) as error:
             raise ExampleError(
                 f"{model}: {error}\nA Hub id needs the network, and its tokenizer `pip install sentencepiece`; "
                 "--model tiny and --model random make a model with random weights"
             ) from error
+        if not isinstance(pipe.transformer, LTXVideoTransformer3DModel):
+            check_transformer(model)
     for component in (pipe.transformer, pipe.vae, pipe.text_encoder):
         component.eval().requires_grad_(False)
     if offload == "none":
         return pipe.to(device)
     start_offload(pipe, offload, device)
     return pipe
+
+
+def check_transformer(model: str) -> None:
+    """Raises an error where the model_index.json of a folder or of a Hub id is not of LTX-Video."""
+    index, expected = LTXPipeline.load_config(model), LTXVideoTransformer3DModel.__name__
+    if expected not in index.get("transformer", ()):
+        name = index.get("_class_name", "no pipeline")
+        raise ExampleError(f"{model}: expected an LTXPipeline, or another pipeline with {expected}, got {name}")
 
 
 def start_offload(pipe: LTXPipeline, offload: str, device: torch.device) -> None:

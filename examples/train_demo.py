@@ -4,7 +4,8 @@
 First the autoencoder learns to draw coloured shapes, then the transformer learns by flow matching which clip a prompt
 such as "a red ball bounces" names. The classes are diffusers' own (LTXVideoTransformer3DModel, AutoencoderKLLTXVideo);
 the text encoder is a fixed random table of words. `--output` then holds the pipeline for
-`LTXPipeline.from_pretrained`, a sheet and a GIF of samples, recipe.json, and log.jsonl with the losses.
+`LTXPipeline.from_pretrained`, a sheet and a GIF of samples, recipe.json, and log.jsonl with the losses. With
+`--output examples/demo_model` it replaces the model that the demo shows; `demo.py --model DIR` shows another.
 
 It is meant for one GPU and takes `--seconds` there, whichever GPU it is. On a CPU use small numbers to see it run.
 """
@@ -20,12 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from command_line import TRAINED, at_least, directory, frames, pixels, seed, start
+from command_line import ROOT, at_least, directory, frames, pixels, seed, start
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=directory, default=TRAINED, metavar="DIR")
+    output = ROOT / "demo" / "trained"
+    parser.add_argument("--output", type=directory, default=output, metavar="DIR", help="(default: demo/trained)")
     parser.add_argument("--seconds", type=at_least(1), default=440, help="of training, both parts (default: 440)")
     parser.add_argument("--vae-steps", type=at_least(1), default=6000, help="of the autoencoder, at most")
     parser.add_argument("--steps", type=at_least(1), default=40000, help="of the transformer, at most")
@@ -51,7 +53,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
-from ltx_pipeline import make_scheduler, quiet, scheduler_shift, word_tokenizer, write_gif
+from ltx_pipeline import device_of, make_scheduler, quiet, scheduler_shift, word_tokenizer, write_gif
 from PIL import Image, ImageDraw, ImageFont
 from scenes import PROMPTS, WORDS, draw, random_scenes, recognise
 from torch import Tensor, nn
@@ -327,8 +329,9 @@ def write_sheet(clips: np.ndarray, prompts: list[str], path: Path, columns: int 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = make_parser().parse_args(arguments)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    device = torch.device(device_of(parser, args.device))
     quiet()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)

@@ -120,6 +120,10 @@ def main(arguments: list[str] | None = None) -> int:
         for source in stale:
             print(f"{source.with_suffix('.ipynb').name}: not what {source.name} says: run python notebooks/make.py")
         return 1 if stale else 0
+    try:  # before the notebooks run, which takes minutes
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --output: {error}")
     for source in chosen if options.execute else stale:
         notebook = execute(source, options.short) if options.execute else notebook_of(source)
         path = options.output / source.with_suffix(".ipynb").name

@@ -75,9 +75,9 @@ else:
 # %% [markdown]
 # ## CUDA, through this package's build
 #
-# `examples/own_kernel` is a whole kernel package in five short files: `build.toml`, the CUDA kernel, the same for a
-# CPU, the binding with its checks, and the Python function with its docstring. Packages on the Hub have this layout.
-# `tools/build.py` builds it for this machine in seconds:
+# `examples/own_kernel` is a whole kernel package in six short files: `build.toml`, the CUDA kernel, the same for a
+# CPU, the header that declares both, the binding with its checks, and the Python function with its docstring. Packages
+# on the Hub have this layout. `tools/build.py` builds it for this machine in seconds:
 
 # %%
 build = [sys.executable, str(ROOT / "tools/build.py"), "--project", str(ROOT / "examples/own_kernel"), "--this-machine"]

@@ -31,6 +31,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import command_line  # noqa: E402
 import generate_video  # noqa: E402
+import image_pipeline  # noqa: E402
 import inject_llm  # noqa: E402
 import inject_ltx  # noqa: E402
 import llm_models  # noqa: E402
@@ -377,6 +378,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
         ("--offload some", "--offload: invalid choice: 'some'"),
         ("--device cpu --graphs", "--graphs: it needs a GPU and the optimized kernels"),
+        ("--output a.webm", "--output: expected a name that ends in .mp4, .gif, got a.webm"),
         ("--components text", "--components: invalid choice: 'text'"),
         ("--no-optimized-kernels --precision fp8", "--precision: fp8 needs the optimized kernels"),
         ("--use-optimized-kernels --no-optimized-kernels", "--no-optimized-kernels: not allowed with argument"),
@@ -386,6 +388,30 @@ def test_wrong_arguments(wrong: str, expected: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as raised:
         generate_video.parse_arguments(wrong.split())
     assert raised.value.code == 2 and f"error: argument {expected}" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_a_prompt() -> None:
+    assert generate_video.parse_arguments(["--device", "cpu", "--prompt", ""]).prompt == ""
+    assert generate_video.parse_arguments(["--device", "cpu"]).prompt == command_line.PROMPT
+
+
+def test_recipes_of_other_programs(tmp_path: Path) -> None:
+    """They say nothing of clips; one that is no JSON is named."""
+    recipe = tmp_path / "recipe.json"
+    for text in ('{"name": "soup"}', '{"clips": 3}', "[]"):
+        recipe.write_text(text)
+        assert generate_video.parse_arguments(["--device", "cpu", "--model", str(tmp_path)]).frames == 25
+    recipe.write_text("soup")
+    with pytest.raises(command_line.ExampleError, match=f"^{recipe}: expected JSON, as train_demo.py writes it: "):
+        generate_video.parse_arguments(["--device", "cpu", "--model", str(tmp_path)])
+
+
+def test_a_folder_of_another_pipeline(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image_pipeline.random_flux(False, True, torch.device("cpu")).save_pretrained(tmp_path)
+    options = ["--device", device, "--model", str(tmp_path), "--no-optimized-kernels"]
+    assert generate_video.main([*TINY, *options]) == 1
+    output = capsys.readouterr().out
+    assert f"error: {tmp_path}: expected an LTXPipeline" in output and "got FluxPipeline" in output
 
 
 def test_no_compile_below_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

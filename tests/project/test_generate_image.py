@@ -122,6 +122,10 @@ def test_calls_that_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model", "no/such/folder"], "a Hub id needs the network"),
         (["--components", "unet"], "components: expected names among"),
+        (
+            ["--model", str(EXAMPLES / "demo_model")],
+            "expected a pipeline that makes images from prompts, such as FluxPipeline, got LTXPipeline",
+        ),
     ],
 )
 @pytest.mark.usefixtures("offline")

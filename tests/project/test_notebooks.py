@@ -111,6 +111,23 @@ def test_what_is_stored_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert expected in capsys.readouterr().err
 
 
+def test_the_folder_is_made_before_notebooks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "folder"
+
+    def execute(source: Path, short: bool) -> Any:
+        assert folder.is_dir()
+        return make.notebook_of(source)
+
+    monkeypatch.setattr(make, "execute", execute)
+    options = ["--execute", "--short", "--only", "beginner", "--output"]
+    assert make.main([*options, str(folder)]) == 0 and (folder / "beginner.ipynb").is_file()
+    with pytest.raises(SystemExit):
+        make.main([*options, "/dev/null/folder"])
+    assert "argument --output: [Errno " in capsys.readouterr().err
+
+
 def test_a_notebook_is_executed(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `make notebooks` does, in its short form: cells, outputs, pictures, and the note on where it ran."""
     pytest.importorskip("nbclient")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -115,8 +116,12 @@ def test_a_skill_names_all_its_references():
 # ---- Scripts
 
 
-def run(script: Path, *arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}
+def run(
+    script: Path, *arguments: str, timeout: float = 300, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script with these variables; None takes one away."""
+    wanted = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}
+    variables = {name: value for name, value in wanted.items() if value is not None}
     command = [sys.executable, str(script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables, check=False)
 
@@ -149,6 +154,8 @@ def test_defaults_of_the_clip(monkeypatch: pytest.MonkeyPatch):
     args = generate_video.make_parser().parse_args(script.defaults())
     assert (args.frames, args.height, args.width, args.steps, args.guidance_scale) == (161, 512, 768, 50, 4.5)
     assert (args.seed, args.warmup_iterations, args.batch_size) == (42, 2, 1)
+    monkeypatch.setattr(sys, "argv", ["benchmark_example.py", "--graphs", "auto", "--use-optimized-kernels"])
+    assert "--warmup-iterations" not in script.defaults()
     text = " ".join(script.__doc__.split())
     assert script.DEFAULTS in text and script.ON_A_GPU in text
 
@@ -271,6 +278,24 @@ def test_without_a_build(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert status == 1 and "could not be loaded" in output
 
 
+def test_a_result_that_cannot_be_written(here: Here, tmp_path: Path):
+    """It is refused before anything is measured."""
+    for name in ("benchmark_h100.py", "benchmark_rmsnorm.py"):
+        assert here(name, "--json", str(tmp_path)) == (2, "")
+
+
+def test_an_installed_copy_without_a_build_says_what_to_do(installed: Path):
+    """It has no Makefile. Without LOCAL_KERNELS the loader looks into a folder that is not there."""
+    if importlib.util.find_spec("ltx_fused"):
+        pytest.skip("NOT RUN: pip has installed the package")
+    scripts = installed / "cuda-kernels" / "scripts"
+    for script in ("benchmark_h100.py", "benchmark_rmsnorm.py", "try_kernel.py", "huggingface_kernels_example.py"):
+        result = run(scripts / script, LOCAL_KERNELS=None)
+        output = result.stdout + result.stderr
+        assert result.returncode == 1 and "Traceback" not in output and "make build" not in output, output
+        assert "Set LOCAL_KERNELS=org/ltx-kernels=/path/to/build, or `pip install` the package" in output, output
+
+
 def test_an_installed_copy_needs_a_build_and_no_checkout(installed: Path, ltx: ModuleType, tmp_path: Path):
     build = Path(ltx.__file__).parent.parent
     script = installed / "cuda-kernels" / "scripts" / "benchmark_rmsnorm.py"
@@ -338,7 +363,7 @@ def kernel(x, weight):
 )
 def test_a_kernel_of_ones_own(here: Here, tmp_path: Path, kernel: str, expected: str):
     """Faults are told; a refused view is named; what passes is logged, a line for each size."""
-    trial, log = tmp_path / "my_trial.py", tmp_path / "trials.jsonl"
+    trial, log = tmp_path / "my_trial.py", tmp_path / "new" / "trials.jsonl"
     trial.write_text(TRIAL.replace("KERNEL", kernel))
     status, output = here("try_kernel.py", str(trial), "--no-compile", "--log", str(log), "--question", "does it pay?")
     assert (status == 0) == (expected == "PASS") and expected in output, output
@@ -354,7 +379,13 @@ def test_a_trial_that_lacks_something(here: Here, tmp_path: Path, capsys: pytest
     trial, no_sizes = tmp_path / "my_trial.py", tmp_path / "no_sizes.py"
     trial.write_text("SIZES = SMALL = (1,)\nLABEL = 'rows'\n")
     no_sizes.write_text(TRIAL.replace("(1, 7)", "()"))
-    for arguments in ([str(trial)], [str(no_sizes)], [str(tmp_path / "none.py")], ["--log", "x"]):
+    for arguments in (
+        [str(trial)],
+        [str(no_sizes)],
+        [str(tmp_path / "none.py")],
+        ["--log", "x"],
+        ["--log", "/dev/null/x", "--question", "does it pay?"],
+    ):
         status, _ = here("try_kernel.py", *arguments)
         assert status == 2
 

@@ -82,6 +82,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.host
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device, expected in (("bogus", "expected cuda, cuda:<number> or cpu, got bogus"), ("cuda", "cuda, but torch ")):
+        with pytest.raises(SystemExit):
+            train_demo.main(["--device", device])
+        assert f"error: argument --device: {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.host
+def test_the_stored_model_is_not_replaced_by_default() -> None:
+    assert train_demo.make_parser().parse_args([]).output == command_line.ROOT / "demo" / "trained"
+
+
 @pytest.mark.extended
 def test_losses_fall(folder: Path) -> None:
     recipe = json.loads((folder / "recipe.json").read_text())
@@ -115,6 +129,7 @@ def test_the_demo_shows_what_was_trained(folder: Path, device: str, tmp_path: Pa
     result, output = json.loads((tmp_path / "result.json").read_text()), capsys.readouterr().out
     run = result["run"]
     assert (run["frames"], run["height"], run["width"], run["steps"]) == (9, 64, 64, 2)
+    assert min(seconds["text"] for seconds in result["seconds"].values()) > 0
     assert {"stock", "ltx_kernels"} <= result["shows"].keys() and "what the clip shows" in output
     if "fp8" in result["seconds"]:
         bf16, fp8 = (result["errors"][f"{key}_to_float32"]["forward"]["relative_l2"] for key in ("ltx_kernels", "fp8"))

@@ -87,6 +87,11 @@ def test_losses_as_stock_and_a_resumed_run(ltx: ModuleType, device: str, tmp_pat
     assert whole.losses == pytest.approx(stock.losses, rel=1e-4)
     assert whole.adapters.keys() == stock.adapters.keys() and len(whole.adapters) == BLOCKS * 2 * 4 * 2
 
+    capsys.readouterr()
+    options = [*SMALL, "--mixed-precision", "no", "--steps", str(STEPS - 1), "--resume", "--output", str(whole.folder)]
+    assert train_lora.main([*options, *(["--cpu"] if device == "cpu" else [])]) == 0
+    assert capsys.readouterr().out.startswith(f"the run already has {STEPS} steps: ")
+
     # A run that ended after its first checkpoint goes on as if it had not.
     shutil.copytree(whole.folder, tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoint-000004")
@@ -196,7 +201,7 @@ def test_adapters_that_are_read_back_otherwise(
 
 
 @pytest.mark.host
-def test_wrong_arguments(tmp_path: Path, videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments(tmp_path: Path, videos: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def refused(*options: str, output: Path = tmp_path / "none") -> str:
         with pytest.raises(ExampleError) as raised:
             train_lora.main([*SMALL, "--cpu", "--output", str(output), *options])
@@ -207,6 +212,9 @@ def test_wrong_arguments(tmp_path: Path, videos: Path, monkeypatch: pytest.Monke
     assert refused("--data", "nowhere") == "argument --data: nowhere is no folder"
     assert refused("--resume").startswith("argument --resume: expected a checkpoint in ")
     assert not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit):
+        train_lora.make_parser().parse_args(["--seed", str(2**31)])
+    assert "argument --seed: expected 0 to 2^31 - 1, got 2147483648" in capsys.readouterr().err
 
     before = tmp_path / "before"
     (before / "checkpoint-000001").mkdir(parents=True)

@@ -8,9 +8,10 @@
 With neither of the first two options the kernels run where a build can be loaded; elsewhere the stock modules run, and
 the reason is printed. --compile goes with both.
 
-Three defaults are not generate_video.py's: --guidance-scale 4.5 --seed 42 --warmup-iterations 2
---output demo/benchmark_example.mp4, and on a GPU --num-frames 161 --height 512 --width 768 --steps 50. The model is
-random weights of the 2B shape on a GPU and a tiny model on a CPU; --model Lightricks/LTX-Video loads the released one.
+Four defaults are not generate_video.py's: --guidance-scale 4.5 --seed 42 --warmup-iterations 2
+--output demo/benchmark_example.mp4, and on a GPU --num-frames 161 --height 512 --width 768 --steps 50. With
+--graphs auto the number of warm-ups is generate_video.py's. The model is random weights of the 2B shape on a GPU and a
+tiny model on a CPU; --model Lightricks/LTX-Video loads the released one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import argparse
 
 from programs import add_programs, asks_for_help, run_example
 
-DEFAULTS = "--guidance-scale 4.5 --seed 42 --warmup-iterations 2 --output demo/benchmark_example.mp4"
+WARM_UPS = "--warmup-iterations 2"
+DEFAULTS = f"--guidance-scale 4.5 --seed 42 {WARM_UPS} --output demo/benchmark_example.mp4"
 ON_A_GPU = "--num-frames 161 --height 512 --width 768 --steps 50"  # on a CPU it would take hours
 
 
@@ -30,6 +32,7 @@ def defaults() -> list[str]:
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--use-optimized-kernels", "--no-optimized-kernels", dest="chosen", action="store_true")
+    parser.add_argument("--graphs", nargs="?")
     parser.add_argument("--device")
     args, _ = parser.parse_known_args()
 
@@ -38,6 +41,8 @@ def defaults() -> list[str]:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     added = DEFAULTS if device == "cpu" else f"{ON_A_GPU} {DEFAULTS}"
+    if args.graphs == "auto":  # needs more warm-ups, and generate_video.py knows how many
+        added = added.replace(f"{WARM_UPS} ", "")
     print(f"defaults that differ from generate_video.py's: {added}", flush=True)
     if args.chosen:
         return added.split()

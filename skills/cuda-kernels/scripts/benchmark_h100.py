@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from programs import add_programs
+
+add_programs()
+from command_line import new_file, start
 
 # Name, and shape; those of GLUs are rows x columns of the result.
 CASES = [
@@ -40,8 +42,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="the ops' small shapes, without torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the records to this file")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the records to this file")
     return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
+import op_cases
+import ops
+from measuring import time_cases, truth_of
 
 
 def main() -> int:
@@ -50,10 +61,6 @@ def main() -> int:
     chosen = [(op, shape) for op, shape in CASES if args.only in op]
     if not chosen:
         parser.error(f"argument --only: expected a part of {', '.join(dict.fromkeys(op for op, _ in CASES))}")
-    add_programs()
-    import op_cases
-    import ops
-    from measuring import time_cases, truth_of
 
     def judge(ltx: Any, case: Any, inputs: Any) -> tuple[dict[str, float], bool]:
         """The largest relative error of any result, of the op and of plain torch."""

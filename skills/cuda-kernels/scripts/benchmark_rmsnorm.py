@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 from programs import add_programs
+
+add_programs()
+from command_line import new_file, start
 
 # The shapes that the benchmark of Hugging Face's skill times, and those of this package's models: LTX-Video at 49 and
 # 161 frames of 512x768 with guidance, FLUX at 1024x1024, and Llama 8B.
@@ -45,17 +47,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="BxTxH", help=f"(default on a CPU: {ON_A_CPU})")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the records to this file")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the records to this file")
     return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
+import op_cases
+import torch
+from measuring import time_cases, truth_of
 
 
 def main() -> int:
     args = make_parser().parse_args()
-    add_programs()
-
-    import op_cases
-    import torch
-    from measuring import time_cases, truth_of
 
     def judge(ltx: Any, case: Any, inputs: Any) -> tuple[dict[str, float], bool]:
         """The largest distance of an element from the result in float64, in units in the last place."""

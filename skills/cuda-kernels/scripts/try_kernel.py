@@ -32,7 +32,7 @@ from typing import Any
 from programs import SCRIPTS, add_programs
 
 add_programs()
-from command_line import ExampleError, start
+from command_line import HOW_TO_BUILD, REPO_ID, ExampleError, new_file, start
 
 NAMES = ("inputs", "plain", "kernel", "SIZES", "SMALL", "LABEL")
 YOURS = "this kernel"
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trial", nargs="?", type=Path, default=SCRIPTS / "trial.py", help="a Python file")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
-    parser.add_argument("--log", type=Path, metavar="PATH", help="append what was timed to this file")
+    parser.add_argument("--log", type=new_file, metavar="PATH", help="append what was timed to this file")
     parser.add_argument("--question", help="what the trial is about; with --log")
     return parser
 
@@ -66,7 +66,8 @@ def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
         trial = runpy.run_path(str(path))
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"error: {path}: {error}")
+        how = f"\n{HOW_TO_BUILD}" if REPO_ID in path.read_text() else ""
+        sys.exit(f"error: {path}: {str(error).strip()}{how}")
     missing = [name for name in NAMES if name not in trial]
     if missing:
         parser.error(f"argument trial: expected {', '.join(NAMES)} in {path}, got no {', '.join(missing)}")
@@ -198,6 +199,7 @@ def main() -> int:
         print(f"{record.size:,} {trial['LABEL']}, us: {times}")
     print(f"{demo.verdict(records, trial['LABEL'], ours=YOURS)}\nPASS")
     if args.log:
+        args.log.parent.mkdir(parents=True, exist_ok=True)
         with args.log.open("a") as file:
             file.writelines(trial_line(args.question, record, bench) + "\n" for record in records)
     return 0
