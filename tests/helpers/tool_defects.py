@@ -633,7 +633,7 @@ TOOL_DEFECTS = [
     defect(
         "a cache that is filled in both runs of a checkpoint",
         ENGINE + "transformers/_layer.py",
-        "            if any(kwargs.get(name) for name in CACHES):",
+        "            if any(_is_given(kwargs.get(name)) for name in CACHES):",
         "            if False:",
         "layer_checkpoints::test_a_cache_runs_stock",
     ),

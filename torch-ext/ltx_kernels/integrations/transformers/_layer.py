@@ -31,7 +31,7 @@ class Layer(Block):
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not checkpoints_itself(layer):
                 return inner(layer, *args, **kwargs)
-            if any(kwargs.get(name) for name in CACHES):
+            if any(_is_given(kwargs.get(name)) for name in CACHES):
                 return stock_forward(layer, "a cache under a checkpoint", *args, **kwargs)
             checkpoint: Callable[..., Any] = layer.__dict__[CHECKPOINT]
             run = inner if torch.compiler.is_compiling() else functools.partial(_run, inner)
@@ -45,6 +45,11 @@ def checkpoints_itself(layer: nn.Module) -> bool:
     if not (layer.training and layer.__dict__.get(FLAG) and torch.is_grad_enabled()):
         return False
     return CHECKPOINT in layer.__dict__ and type(layer).__call__ is nn.Module.__call__
+
+
+def _is_given(cache: Any) -> bool:
+    """Whether a layer got a cache, which may be empty, or has to fill one."""
+    return cache is not None and cache is not False
 
 
 def _run(inner: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
