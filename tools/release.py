@@ -44,7 +44,7 @@ PLACEHOLDER = "org/ltx-kernels"
 # Files that tell the world where the package lives. Docs and tests use the placeholder as an example.
 NAMES_ITS_HOME = (
     "build.toml", "pyproject.toml", "engines/pyproject.toml", "CITATION.cff", "SECURITY.md",
-    ".github/ISSUE_TEMPLATE/config.yml",
+    ".github/ISSUE_TEMPLATE/config.yml", "README.md",
 )  # fmt: skip
 TABLE_MARKS = ("<!-- variants -->", "<!-- /variants -->")
 
