@@ -79,7 +79,7 @@ MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", 
 MODELS_FILES |= dict.fromkeys(
     [
         *("replay_gradients", "replay_checkpoints", "memory_low", "quantised_layers", "quantizer_text", "vae_images"),
-        *("unet", "training_steps", "captured_training", "fp8_training", "mixture"),
+        *("unet", "training_steps", "captured_training", "fp8_training", "mixture", "layer_checkpoints"),
     ],
     1,
 )
