@@ -282,6 +282,7 @@ def test_other_data_beside(ltx: ModuleType, model: nn.Module, inputs: dict[str, 
     stock.load_state_dict(other)
     report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     want = model(**inputs)[0]
+    earlier = [parameter.data for parameter in model.parameters()]  # other data at their places would not be noticed
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert distance(model(**inputs)[0], want) < 0.01 and report.fallbacks == {}
@@ -289,7 +290,7 @@ def test_other_data_beside(ltx: ModuleType, model: nn.Module, inputs: dict[str, 
         parameter.data = other[name].clone()
     assert distance(model(**inputs)[0], stock(**inputs)[0]) < 0.02
     (reason,) = report.fallbacks["torch.Linear"]
-    assert "the weight has changed" in reason
+    assert "the weight has changed" in reason and earlier
 
 
 def test_restore_after_other_data(ltx: ModuleType, model: nn.Module, other: dict[str, Tensor]) -> None:
