@@ -81,7 +81,7 @@ def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str)
 
 
 def why_left(new: Job, known: Job | None, history: History) -> str:
-    """Why the records that are `known` here stay; empty where those of a folder are better."""
+    """Why new records do not replace those that are known here; empty if they do."""
     if known is None:
         return ""
     if time_of(new, history) < time_of(known, history):

@@ -342,14 +342,20 @@ def _toolkit(path: Path) -> Cuda:
 
 
 def supported_archs(project: Project) -> list[str]:
-    """Those of `native_archs` that the project's CUDA kernels support; an error if they support none of them."""
-    oldest = min((c for kernel in project.kernels_for("cuda") for c in kernel.capabilities), key=parse_version)
-    native = native_archs()
+    """The architectures of this machine's GPUs, without those that are too old for the project's CUDA kernels.
+
+    Raises:
+        BuildError: Every GPU of this machine is too old.
+    """
+    native, listed = native_archs(), [c for kernel in project.kernels_for("cuda") for c in kernel.capabilities]
+    if not listed:  # nothing says which are too old
+        return native
+    oldest = min(listed, key=parse_version)
     supported = [arch for arch in native if parse_version(arch) >= parse_version(oldest)]
     if native and not supported:
         raise BuildError(
             f"this machine's GPU has compute capability {native[-1]}: expected {oldest} or newer; "
-            "LTX_KERNELS_BACKEND=cpu builds for its CPU"
+            "pip builds for its CPU with LTX_KERNELS_BACKEND=cpu, tools/build.py with --backend cpu"
         )
     return supported
 

@@ -351,6 +351,14 @@ def test_a_gpu_that_is_too_old(machine: Path):
         builder.supported_archs(project)
 
 
+def test_a_project_that_lists_no_architectures(machine: Path):
+    """It is built for whatever GPU there is."""
+    project = builder.load_project()
+    kernels = tuple(builder.dataclasses.replace(kernel, capabilities=()) for kernel in project.kernels)
+    stand_in_gpus(machine, "7.0")
+    assert builder.supported_archs(builder.dataclasses.replace(project, kernels=kernels)) == ["7.0"]
+
+
 def test_a_directory_that_cannot_be_built_into(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(

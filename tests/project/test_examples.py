@@ -396,7 +396,7 @@ def test_an_empty_prompt_is_a_prompt() -> None:
 
 
 def test_recipes_of_other_programs(tmp_path: Path) -> None:
-    """They say nothing of clips; one that is no JSON is named."""
+    """A file without clips is ignored. The error for a file that is not JSON names it."""
     recipe = tmp_path / "recipe.json"
     for text in ('{"name": "soup"}', '{"clips": 3}', "[]"):
         recipe.write_text(text)

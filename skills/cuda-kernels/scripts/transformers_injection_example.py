@@ -6,9 +6,9 @@
     python transformers_injection_example.py Qwen/Qwen3-0.6B    # a model of the Hub, or a folder
     python transformers_injection_example.py --configs eager kernels compile kernels_compile
 
-The logits of each configuration are compared with those of the model in float32. The result is right where the
-relative error of the configuration `kernels` is at most 1.5 times that of the stock model, or 1e-4. The script ends
-with status 1 where it is not. Prompt and decoding are timed, and tokens per second printed.
+The logits of each configuration are compared with those of the model in float32. The result is right if the relative
+error of the configuration `kernels` is at most 1.5 times the stock model's error, or at most 1e-4. The script ends with
+status 1 if it is not. Prompt and decoding are timed, and tokens per second printed.
 """
 
 from __future__ import annotations
