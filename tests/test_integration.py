@@ -1459,6 +1459,18 @@ def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
     assert not site.cache
 
 
+def test_nothing_is_kept_of_an_earlier_address(ltx: ModuleType) -> None:
+    """An allocator gives the address of a tensor's earlier data to its next ones."""
+    kept, site = ltx.integrations.engine.kept.kept, type("Site", (), {"cache": {}})()
+    memory = torch.zeros(4)
+    source = torch.from_dlpack(memory)
+    address, made = source.data_ptr(), kept(site, "table", (source,), object)
+    assert kept(site, "table", (source,), object) is made
+    source.data = torch.ones(4)
+    source.data = torch.from_dlpack(memory.fill_(2))
+    assert source.data_ptr() == address and kept(site, "table", (source,), object) is not made
+
+
 def test_nothing_of_fake_tensors_is_kept(ltx: ModuleType) -> None:
     """A call of the model's first shape by a program that only asks for shapes leaves later calls as they are."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -282,7 +282,6 @@ def test_other_data_beside(ltx: ModuleType, model: nn.Module, inputs: dict[str, 
     stock.load_state_dict(other)
     report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     want = model(**inputs)[0]
-    earlier = [parameter.data for parameter in model.parameters()]  # other data at their places would not be noticed
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert distance(model(**inputs)[0], want) < 0.01 and report.fallbacks == {}
@@ -291,7 +290,30 @@ def test_other_data_beside(ltx: ModuleType, model: nn.Module, inputs: dict[str, 
     assert distance(model(**inputs)[0], stock(**inputs)[0]) < 0.02
     (reason,) = report.fallbacks["torch.Linear"]
     assert "the weight has changed" in reason
-    del earlier
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_other_data_at_an_earlier_address(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], other: dict[str, Tensor], calls: int
+) -> None:
+    """An allocator gives an address again, to other weights, whether or not a call saw the weight elsewhere."""
+    stock = copy.deepcopy(model)
+    stock.load_state_dict(other)
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
+    memories = {name: parameter.data for name, parameter in model.named_parameters()}
+    for _ in range(3):
+        want = model(**inputs)[0]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    for _ in range(calls):
+        assert distance(model(**inputs)[0], want) < 0.01
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.from_dlpack(memories[name].copy_(other[name]))  # a storage of its own, at this address
+        assert parameter.data_ptr() == memories[name].data_ptr()
+    assert report.fallbacks == {}
+    assert distance(model(**inputs)[0], stock(**inputs)[0]) < 0.02
+    (reason,) = report.fallbacks["torch.Linear"]
+    assert "the weight has changed" in reason
 
 
 def test_restore_after_other_data(ltx: ModuleType, model: nn.Module, other: dict[str, Tensor]) -> None:

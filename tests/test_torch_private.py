@@ -320,6 +320,16 @@ def _storage(home: Any) -> None:
     assert home.storage_number(one) == home.storage_number(one[1:]) != home.storage_number(other)
 
 
+def _storage_reference(home: Any) -> None:
+    """The memory is free, and its number is not given to another storage."""
+    one = torch.ones(4)
+    number, reference = home.storage_number(one), home.storage_reference(one)
+    assert home.storage_uses(one.untyped_storage()) == 2 and not reference.expired()
+    del one
+    others = [torch.ones(4) for _ in range(100)]
+    assert reference.expired() and number not in map(home.storage_number, others)
+
+
 def _pytree(home: Any) -> None:
     leaves, spec = home.pytree.tree_flatten(((1, {"a": torch.ones(1)}), {}))
     assert len(leaves) == 2 and home.pytree.tree_unflatten(leaves, spec)[0][0] == 1
@@ -500,6 +510,7 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     "own_attention": _own_attention,
     "has_global_hooks": _global_hooks,
     "storage_number": _storage,
+    "storage_reference": _storage_reference,
     "pytree": _pytree,
     "flash_attention": _flash_attention,
     "symmetric_memory": _symmetric_memory,

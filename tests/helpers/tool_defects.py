@@ -45,6 +45,27 @@ TOOL_DEFECTS = [
         "report",
     ),
     defect(
+        "a kept value of other data at an earlier address",
+        ENGINE + "engine/kept.py",
+        "(id(source), storage_number(source), ",
+        "(id(source), ",
+        "integration::test_nothing_is_kept_of_an_earlier_address",
+    ),
+    defect(
+        "a replay whose weight has other data at an earlier address",
+        ENGINE + "engine/state.py",
+        "list(map(storage_number, self._copied)) == self._memories",
+        "True",
+        "integration_fp8::test_other_data_at_an_earlier_address",
+    ),
+    defect(
+        "fp8 values of other data at an earlier address",
+        ENGINE + "linear/written.py",
+        "if self._place == (storage_number(weight), weight.data_ptr()):",
+        "if self._place is not None and self._place[1] == weight.data_ptr():",
+        "integration_fp8::test_other_data_at_an_earlier_address",
+    ),
+    defect(
         "a diagnosis that does not look at the result",
         PACKAGE + "__main__.py",
         "return None if error < 1e-5 else",

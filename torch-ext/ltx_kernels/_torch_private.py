@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Callable
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 from torch._ops import OpOverload as OpOverload  # an op as torch.ops has it: it has no name among torch's functions
 from torch.autograd import forward_ad as forward_ad  # its `_current_level` says whether forward-mode autograd is on
@@ -108,8 +109,13 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 
 
 def storage_number(tensor: Tensor) -> int:
-    """A number for the memory that a tensor and its views share, while one of them lives."""
+    """A number for the memory that a tensor and its views share, while one of them or a `storage_reference` lives."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_reference(tensor: Tensor) -> Any:
+    """What keeps the `storage_number` of a tensor's memory from being given to other memory, but not the memory."""
+    return torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

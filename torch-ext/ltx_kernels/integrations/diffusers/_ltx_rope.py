@@ -79,8 +79,7 @@ def _has_stock_reader(rope: Any) -> bool:
     reference = place.parent
     model = None if reference is None else reference()
     if model is None or model._modules.get("rope") is not rope:
-        roots = (reference() for reference in site_of(rope).roots)
-        parts = (part for root in roots if root is not None for part in root.modules())
+        parts = (part for root in site_of(rope).living_roots for part in root.modules())
         model = next((part for part in parts if part._modules.get("rope") is rope), None)
         if model is None:
             return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import requires_grad
-from ..._torch_private import dispatch_modes, func_interpreter
+from ..._torch_private import dispatch_modes, func_interpreter, storage_number, storage_reference
 from .autocast import autocast_state
 from .guards import is_capturing
 from .recording import others_take_functions, refuse
@@ -71,7 +71,8 @@ def kept(
         return make()
     values = site.cache
     places = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
-    place = key, autocast_state(), *places, *((id(source), source.data_ptr(), source._version) for source in sources)
+    of_sources = [(id(source), storage_number(source), source.data_ptr(), source._version) for source in sources]
+    place = key, autocast_state(), *places, *of_sources
     found = values.get(place)
     if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):
         if capturing:
@@ -84,7 +85,8 @@ def kept(
         for oldest in list(values)[: 1 - KEPT]:  # made at once: another thread may put a value into the dict meanwhile
             values.pop(oldest, None)
         gone = functools.partial(_drop, weakref.ref(site), place)
-        values[place] = made, tuple(weakref.ref(source, gone) for source in sources), tuple(views)
+        memories = tuple(map(storage_reference, sources))  # other data may get an address again, but not a number
+        values[place] = made, tuple(weakref.ref(source, gone) for source in sources), (*views, *memories)
     return made
 
 

@@ -195,6 +195,10 @@ class Site(Counts):
         """The ops that calls have run; before the first call, all that they may run."""
         return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
 
+    @property
+    def living_roots(self) -> list[nn.Module]:
+        return [root for reference in self.roots if (root := reference()) is not None]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         copied = Site(self.entry, self.cls, self.stock, self.rounding, dict(self.settings))
         copied.modules, copied.partners = self.modules, self.partners
@@ -387,8 +391,7 @@ def _is_whole(module: nn.Module, given: Container[int]) -> bool:
 
     given: The ids of the modules that were given.
     """
-    references = (reference() for reference in site_of(module).roots)
-    roots = [root for root in references if root is not None]
+    roots = site_of(module).living_roots
     return any(id(root) in given for root in roots) or all(
         part is not module for root in roots for part in root.modules()
     )

@@ -21,7 +21,7 @@ from typing import Any, Callable, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import function_modes, without_function_modes
+from ..._torch_private import function_modes, storage_number, storage_reference, without_function_modes
 from .autocast import autocast_state
 from .code import code_of
 from .guards import ATTRIBUTE, class_of, has_hooks, version_of
@@ -138,10 +138,14 @@ class Snapshot:
         self._strides = list(map(Tensor.stride, self._watched))
         self._sizes = list(map(Tensor.numel, self._watched))
         self._dtypes = [tensor.dtype for tensor in self._watched]
-        # Writing into a weight leaves its address as it is, and what was quantised from it out of date.
+        # Writing into a weight leaves its address as it is, and what was quantised from it out of date. So does other
+        # data that gets the same address.
         weights = [cast(Tensor, child._parameters["weight"]) for child in self.modules if _is_quantised(child)]
         self._quantised = [weight for weight in weights if version_of(weight) is not None]
         self._versions = [weight._version for weight in self._quantised]
+        self._copied = [cast(Tensor, child._parameters["weight"]) for child in self.modules if _has_fp8_copy(child)]
+        self._memories = list(map(storage_number, self._copied))
+        self._references = list(map(storage_reference, self._copied))  # no other memory gets these numbers
         self._registries = _registries(own)
         self._backends = [registry.get_active_backend() for registry in self._registries]
 
@@ -181,6 +185,7 @@ class Snapshot:
                 and list(map(Tensor.numel, watched)) == self._sizes
                 and [tensor.dtype for tensor in watched] == self._dtypes
                 and [weight._version for weight in self._quantised] == self._versions
+                and list(map(storage_number, self._copied)) == self._memories
                 and [registry.get_active_backend() for registry in self._registries] == self._backends
             )
         except Exception:  # something was exchanged for what cannot be compared, such as a tensor for another one
@@ -246,6 +251,12 @@ def _content(value: Any) -> Any:
 
 def _is_quantised(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__ and bool(module._buffers) and "weight" in module._parameters
+
+
+def _has_fp8_copy(module: nn.Module) -> bool:
+    """Whether products read an fp8 copy that lies beside the weight."""
+    buffers = (buffer for buffer in module._buffers.values() if buffer is not None)
+    return _is_quantised(module) and any(buffer.dtype == torch.float8_e4m3fn for buffer in buffers)
 
 
 def _registries(modules: list[nn.Module]) -> list[Any]:

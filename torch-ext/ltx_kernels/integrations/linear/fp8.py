@@ -198,8 +198,7 @@ def dequantize(linear: nn.Linear) -> Tensor:
     if given.dtype != torch.float8_e4m3fn:
         # An offload of accelerate has put the stock weight in its place, or the fp8 values were converted.
         return given if _is_exchanged(linear) else _held(linear).to(given.device)
-    roots = (root for reference in site.roots if (root := reference()) is not None)
-    if torch.compiler.is_compiling() or any(map(is_offloaded, roots)):
+    if torch.compiler.is_compiling() or any(map(is_offloaded, site.living_roots)):
         site.remark(f"stock weights copied from the host for {reader}")
         return _held(linear).to(given.device)
     bring_back(linear)
@@ -245,7 +244,7 @@ def is_freed(linear: nn.Module) -> bool:
 def _refuse_to_save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     if loads_adapters():
         return
-    if not any(has_adapters(root) for reference in site_of(module).roots if (root := reference()) is not None):
+    if not any(map(has_adapters, site_of(module).living_roots)):
         raise RuntimeError(
             f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"
         )
@@ -405,7 +404,7 @@ def _why_not_restored(linear: nn.Module) -> str:
 def _why_not_root(root: nn.Module) -> str:
     """Why no layer of a whole model can have its stock weight back; empty if each can."""
     replaced = [module for module in root.modules() if is_replaced(module)]
-    roots = [root, *(found for ref in site_of(replaced[0]).roots if (found := ref()) is not None)] if replaced else []
+    roots = [root, *site_of(replaced[0]).living_roots] if replaced else []
     return "its fp8 weights are on disk (offload_to_disk_path): load it again" if any(map(is_on_disk, roots)) else ""
 
 

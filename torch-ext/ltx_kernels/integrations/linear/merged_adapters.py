@@ -104,7 +104,7 @@ def _bring_back(linear: nn.Linear, caller: str, why: str) -> None:
     if is_freed(linear):
         raise RuntimeError(f"{caller}: expected stock weights, which are freed: LoRA adapters run beside fp8 weights")
     if is_replaced(linear):
-        if any(keeps_copies(root) for reference in site.roots if (root := reference()) is not None):
+        if any(map(keeps_copies, site.living_roots)):
             do = "call fuse_lora of the model" if caller == "merge" else "add these adapters before the offload"
             raise RuntimeError(
                 f"{caller}: expected no group offload with a stream, which keeps copies of the fp8 weights: {do}"

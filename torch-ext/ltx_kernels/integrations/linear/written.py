@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._torch_private import storage_number, storage_reference
 from ..engine.guards import version_of
-
-PLACES = 64  # addresses that are remembered of a weight; an offload brings it back to few
 
 
 class Version:
@@ -17,29 +16,32 @@ class Version:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight, self.number = weight, version_of(weight) or 0
-        self._places, self._sums = {weight.data_ptr()}, _sums(weight.data)
+        self.weight, self.number, self._sums = weight, version_of(weight) or 0, _sums(weight.data)
+        self._stands_in(weight)
 
     def __getstate__(self) -> tuple[Tensor, bool, Tensor]:
         return self.weight, (version_of(self.weight) or 0) > self.number, self._sums
 
     def __setstate__(self, state: tuple[Tensor, bool, Tensor]) -> None:
         self.weight, has_changed, self._sums = state
-        self.number, self._places = -1 if has_changed else version_of(self.weight) or 0, set()
+        self.number = -1 if has_changed else version_of(self.weight) or 0
+        self._place: tuple[int, int] | None = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether a parameter holds what was quantised. Writes through `.data` into the same memory are not seen."""
         if (version_of(weight) or 0) > self.number:
             return False
-        place = weight.data_ptr()
-        if place in self._places:
+        if self._place == (storage_number(weight), weight.data_ptr()):
             return True
         if not torch.equal(_sums(weight.data).to(self._sums.device), self._sums):
             return False
-        if len(self._places) >= PLACES:
-            self._places.clear()
-        self._places.add(place)
+        self._stands_in(weight)
         return True
+
+    def _stands_in(self, weight: Tensor) -> None:
+        """Notes the memory that holds the weight. Other memory may get its address later, but not its number."""
+        self._memory = storage_reference(weight)
+        self._place = storage_number(weight), weight.data_ptr()
 
 
 class Values:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch_private import storage_number
-from ..engine.guards import ATTRIBUTE
+from ..engine.sites import site_of
 from .gradients import GradientRecording, choices, without_autocast
 from .recorder import Recording, same_constant
 
@@ -120,8 +120,8 @@ def _described(tensor: Tensor) -> str:
 
 def _path_of(module: nn.Module) -> str:
     """A block's class, and its place in the model that was optimized."""
-    roots = (reference() for reference in module.__dict__[ATTRIBUTE].roots)
-    names = (name for root in roots if root is not None for name, part in root.named_modules() if part is module)
+    roots = site_of(module).living_roots
+    names = (name for root in roots for name, part in root.named_modules() if part is module)
     return f"{type(module).__name__} {next(names, '')}".strip()
 
 
