@@ -53,7 +53,7 @@ def add_adapter(model: Any, name: str, rank: int) -> None:
 @contextlib.contextmanager
 def count_quantised(ltx: ModuleType) -> Iterator[list[int]]:
     """A list that gets one element for each weight that is quantised."""
-    home, seen = ltx.integrations.linear.fp8, list[int]()
+    home, seen = ltx.integrations.linear.fp8_weights, list[int]()
     stock = home.quantize_weight
 
     def record(weight: torch.Tensor) -> Any:

@@ -98,7 +98,7 @@ def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleTy
 
 def held(model: nn.Module, ltx: ModuleType) -> int:
     """The bytes of stock weights in the host's memory."""
-    stock = ltx.integrations.linear.fp8.STOCK
+    stock = ltx.integrations.linear.fp8_weights.STOCK
     return sum(module.__dict__[stock].nbytes for module in model.modules() if stock in module.__dict__)
 
 

@@ -51,9 +51,9 @@ def empty_like(model: nn.Module) -> nn.Module:
 
 
 def quantised_layers(ltx: ModuleType, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    fp8 = ltx.integrations.linear.fp8
+    fp8, weights = ltx.integrations.linear.fp8, ltx.integrations.linear.fp8_weights
     named = model.named_modules()
-    return {name: fp8.quantised_weight(m) for name, m in named if type(m) is nn.Linear and fp8.in_fp8(m)}
+    return {name: weights.quantised_weight(m) for name, m in named if type(m) is nn.Linear and fp8.in_fp8(m)}
 
 
 def assert_means(ltx: ModuleType, model: nn.Module, meant: dict[str, Tensor]) -> set[str]:

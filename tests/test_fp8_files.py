@@ -84,7 +84,7 @@ def test_nothing_is_quantised_on_loading(
     for parameter in other.parameters():
         parameter.mul_(0.5)
     before = {name: id(parameter) for name, parameter in other.named_parameters()}
-    monkeypatch.setattr(ltx.integrations.linear.fp8, "quantize_weight", None)
+    monkeypatch.setattr(ltx.integrations.linear.fp8_weights, "quantize_weight", None)
     ltx.optimize(other, precision="fp8", weights=str(tmp_path))
     assert torch.equal(other(**inputs)[0], want)
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == before

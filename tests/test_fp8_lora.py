@@ -51,7 +51,7 @@ def inputs(device: str) -> dict[str, Any]:
 def quantised(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are quantised while a test runs."""
     seen: list[Tensor] = []
-    home = ltx.integrations.linear.fp8
+    home = ltx.integrations.linear.fp8_weights
     stock = home.quantize_weight
 
     def record(weight: Tensor) -> Any:

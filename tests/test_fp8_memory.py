@@ -154,8 +154,8 @@ def test_restore_that_runs_out_of_memory(
     """A layer that cannot get its stock weight back stays in fp8 and works; a second restore finishes."""
     before, stock = state(model), model(**inputs)[0]
     ltx.optimize(model, precision="fp8", stock_weights="cpu")
-    part, full = ltx.integrations.linear.fp8, model.transformer_blocks[0].attn1.to_q
-    held = part._held
+    part, full = ltx.integrations.linear.fp8_weights, model.transformer_blocks[0].attn1.to_q
+    held = part.held_weight
 
     def no_memory(linear: nn.Module) -> Tensor:
         if linear is full:
@@ -163,7 +163,7 @@ def test_restore_that_runs_out_of_memory(
         return held(linear)
 
     with monkeypatch.context() as patch:
-        patch.setattr(part, "_held", no_memory)
+        patch.setattr(part, "held_weight", no_memory)
         with pytest.raises(RuntimeError, match=r"^1 modules were not restored, .*transformer_blocks.0.attn1.to_q: no "):
             ltx.restore(model)
     assert patched(model) == ["transformer_blocks.0.attn1.to_q"]

@@ -38,7 +38,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 def dequantised(ltx: ModuleType, linear: nn.Linear) -> Tensor:
     """The weight that a layer's fp8 values stand for, in float64."""
-    values, scales = ltx.integrations.linear.fp8.quantised_weight(linear)
+    values, scales = ltx.integrations.linear.fp8_weights.quantised_weight(linear)
     return values.double() * scales.double()[:, None]
 
 

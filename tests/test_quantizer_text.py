@@ -50,7 +50,7 @@ def output(model: nn.Module, device: str) -> Tensor:
 
 
 def quantised(ltx: ModuleType, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    fp8 = ltx.integrations.linear.fp8
+    fp8 = ltx.integrations.linear.fp8_weights
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and fp8.holds_fp8(m)}
     return {name: fp8.quantised_weight(linear) for name, linear in linears.items()}
 

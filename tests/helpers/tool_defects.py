@@ -429,7 +429,7 @@ TOOL_DEFECTS = [
     ),
     defect(
         "frozen fp8 weights saved as parameters, whose data is exchanged",
-        ENGINE + "linear/fp8.py",
+        ENGINE + "linear/fp8_weights.py",
         "        if torch.is_grad_enabled():  # autograd",
         "        if False:  # autograd",
         "fp8_training::test_kinds_of_adapters",

@@ -19,7 +19,7 @@ from .engine.guards import class_of
 from .engine.sites import Entry, Selection, Site, install, short_name, uninstall_all
 from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
-from .linear import fp8
+from .linear import fp8_weights
 from .linear.checkpoints import Placed, Weights, open_weights
 from .linear.fp8_model import finish
 from .linear.lora import shared_weights
@@ -167,8 +167,8 @@ def optimize(
         replaced = {module for module, _ in selection.modules.values()}
         if graphs:
             select_graphs(selection, roots, graphs == "auto")
-        if stock_weights == fp8.BESIDE and any(map(is_offloaded, models.values())):
-            stock_weights = fp8.HELD
+        if stock_weights == fp8_weights.BESIDE and any(map(is_offloaded, models.values())):
+            stock_weights = fp8_weights.HELD
         title = (
             f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
         )
@@ -240,7 +240,7 @@ def _install(
         put()
     shared = shared_weights(root for reference in report._roots if (root := reference()) is not None)
     for linears in [] if files else groups:
-        fp8.quantise_weights(linears, stock_weights, shared)
+        fp8_weights.quantise_weights(linears, stock_weights, shared)
     for module, entry in selection.modules.values():
         entry.arrange(module)
     if rounding == "fp32":
@@ -326,7 +326,7 @@ def _check_options(
     if precision not in PRECISIONS:
         raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
     choice("rounding", ROUNDING, rounding)
-    if stock_weights not in fp8.STOCK_WEIGHTS:
+    if stock_weights not in fp8_weights.STOCK_WEIGHTS:
         raise ValueError(f'stock_weights: expected "beside", "cpu" or "free", got {stock_weights!r}')
     if not isinstance(graphs, bool) and graphs != "auto":
         error = ValueError if isinstance(graphs, str) else TypeError
@@ -341,14 +341,14 @@ def _check_options(
                 f'precision: "fp8", which memory="low" sets, goes with level "block" and rounding "fp32", got {level} '
                 f"and {rounding}"
             )
-    elif skip is not None or stock_weights != fp8.HELD or weights is not None:
+    elif skip is not None or stock_weights != fp8_weights.HELD or weights is not None:
         raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
     paths = weights.values() if isinstance(weights, Mapping) else [weights]
     if weights is not None and not all(isinstance(path, (str, os.PathLike, Placed)) for path in paths):
         raise TypeError(f"weights: expected a path, or a path for each component, got {weights!r}")
     if "" in paths:
         raise ValueError("weights: expected a path, got an empty text; '.' is the folder that you are in")
-    if weights is not None and stock_weights != fp8.HELD:
+    if weights is not None and stock_weights != fp8_weights.HELD:
         raise ValueError("weights: expected no stock_weights with it: there are none beside the file's")
 
 

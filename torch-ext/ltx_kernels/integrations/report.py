@@ -13,8 +13,8 @@ from torch import nn
 
 from .engine.sites import Site, uninstall_all
 from .idle import advice, idle_share
-from .linear.fp8 import is_freed
 from .linear.fp8_files import save
+from .linear.fp8_weights import is_freed
 from .parallel import context, guidance
 from .replay import calls
 from .replay.cuda_graphs import Graphs, graphs_of

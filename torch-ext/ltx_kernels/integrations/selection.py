@@ -16,7 +16,7 @@ from .attention.description import SHARED
 from .engine.guards import class_of, submodule
 from .engine.rotary_tables import keep_table_readers_together
 from .engine.sites import Entry, Selection, why_not
-from .linear import fp8
+from .linear import fp8, fp8_weights
 from .linear.checkpoints import Weights
 from .linear.lora import base_of
 from .linear.scaled_weights import holds_codes
@@ -180,8 +180,8 @@ def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None, low: bool) -> se
         for block, entry, layers in _groups(select({"": root}, "block", "fp32"))
         for name, linear in layers.items()
         if (low or entry is fp8.LINEAR)
-        and class_of(linear) == fp8.LINEAR_CLASS
-        and not fp8.why_not_shape(linear)
+        and class_of(linear) == fp8_weights.LINEAR_CLASS
+        and not fp8_weights.why_not_shape(linear)
         and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns_in_bf16(block, skip, low))
     }
 
@@ -210,7 +210,7 @@ def why_in_bf16(
         else:
             block, linear = offered[name]
             patterns = patterns_in_bf16(block, skip, low)
-            reason = fp8.why_not_shape(linear)
+            reason = fp8_weights.why_not_shape(linear)
             if not reason and linear.weight.dtype == torch.float32:
                 reason = "its class keeps it in float32"
             elif not reason and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -247,11 +247,11 @@ def select_fp8(
                 continue
             if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 continue
-            if class_of(linear) != fp8.LINEAR_CLASS:
-                selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
+            if class_of(linear) != fp8_weights.LINEAR_CLASS:
+                selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8_weights.LINEAR_CLASS}"
                 continue
             check_device(linear.weight.device)
-            reason = fp8.why_not_shape(linear) if files else why_not(linear, entry)
+            reason = fp8_weights.why_not_shape(linear) if files else why_not(linear, entry)
             if reason:
                 selection.left_alone[name] = reason
             else:

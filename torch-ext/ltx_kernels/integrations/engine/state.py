@@ -132,7 +132,7 @@ class Snapshot:
         self._places_of_single = [tuple(place) for *place, tensor in named if tensor.numel() == 1]
         self._single = [tensor for *_, tensor in named if tensor.numel() == 1]
         self.tensors = [entry[-1] for entry in named]
-        loose = [value for place in attributes for value in list(place.values()) if isinstance(value, Tensor)]
+        loose = [tensor for part in parts for tensor in _loose(part)]
         self._watched = [tensor for tensor in (*self.tensors, *loose) if is_strided(tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._watched))
         self._strides = list(map(Tensor.stride, self._watched))
@@ -140,8 +140,9 @@ class Snapshot:
         self._dtypes = [tensor.dtype for tensor in self._watched]
         # Writing into a weight leaves its address as it is, and what was quantised from it out of date. So does other
         # data that gets the same address.
-        weights = [cast(Tensor, child._parameters["weight"]) for child in self.modules if _is_quantised(child)]
-        self._quantised = [weight for weight in weights if version_of(weight) is not None]
+        quantised = filter(_is_quantised, self.modules)
+        weights = [tensor for child in quantised for tensor in (child._parameters["weight"], *_loose(child))]
+        self._quantised = [weight for weight in weights if weight is not None and version_of(weight) is not None]
         self._versions = [weight._version for weight in self._quantised]
         self._copied = [cast(Tensor, child._parameters["weight"]) for child in self.modules if _has_fp8_copy(child)]
         self._memories = list(map(storage_number, self._copied))
@@ -190,6 +191,11 @@ class Snapshot:
             )
         except Exception:  # something was exchanged for what cannot be compared, such as a tensor for another one
             return False
+
+
+def _loose(part: Any) -> list[Tensor]:
+    """The tensors among the attributes of a part that are neither its parameters nor its buffers."""
+    return [value for value in list(part.__dict__.values()) if isinstance(value, Tensor)]
 
 
 def is_strided(tensor: Tensor) -> bool:

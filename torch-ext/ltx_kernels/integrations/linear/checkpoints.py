@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..._linear import joined_bits
 from ...quant import quantize_weight
 from ..engine.guards import class_of
-from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
 from .fp8_files import (
     FILE,
     File,
@@ -31,6 +30,7 @@ from .fp8_files import (
     put,
     slots_of,
 )
+from .fp8_weights import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
 from .original_names import Piece, StandIn, converted, is_of_diffusers, pieces_of
 from .scaled_weights import E4M3, FLOATING, FP8, ScaledWeights, refuse
 from .tensor_files import DTYPES, INDEX, TensorFiles, open_file

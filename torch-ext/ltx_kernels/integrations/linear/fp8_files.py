@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..._linear import joined_bits
 from ..engine.guards import class_of
-from .fp8 import SCALES, has_changed, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
+from .fp8_weights import SCALES, has_changed, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
 from .offload import is_on_disk
 from .tensor_files import open_file, safetensors
 

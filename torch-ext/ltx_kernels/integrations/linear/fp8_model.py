@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from .fp8 import BESIDE, FREED, HELD, STOCK, free_weight, guard_loading, is_freed, quantised_weight
+from .fp8_weights import BESIDE, FREED, HELD, STOCK, free_weight, guard_loading, is_freed, quantised_weight
 from .lora import shared_weights
 from .offload import tell_offload
 
@@ -14,6 +14,7 @@ from .offload import tell_offload
 def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
     """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
     linears = [linear for group in groups for linear in group]
+    uncounted = sum(linear.weight.is_inference() for linear in linears)
     loaded = any(map(is_freed, linears))
     shared = shared_weights(roots)
     freed = sum(free_weight(linear) for linear in linears if stock_weights == FREED and id(linear.weight) not in shared)
@@ -25,6 +26,8 @@ def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], 
     kept = sum(id(linear.weight) in shared for linear in linears)
     if kept and stock_weights != BESIDE:
         text += f" ({kept} beside the stock ones, which other modules read)"
+    if uncounted:
+        text += f" ({uncounted} made in inference mode, so that later writes into them are not noticed)"
     if loaded:
         return f"{text}, which were loaded: there is no restore"
     if stock_weights == FREED:

@@ -17,7 +17,8 @@ from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
-from .fp8 import in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from .fp8 import in_fp8, why_not_fp8_input, why_not_fp8_weight
+from .fp8_weights import quantised_weight
 from .frozen import Layers, Rows, rows_of
 from .lora import (
     LowRank,

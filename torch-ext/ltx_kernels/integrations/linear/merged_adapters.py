@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..engine.sites import site_of
-from .fp8 import (
+from .fp8_weights import (
     BACK,
     CHANGING,
     HELD,
@@ -77,6 +77,7 @@ def _follow_new_layers() -> None:
             return
         if not is_lora(module):
             _bring_back(cast(nn.Linear, child), type(module).__module__, "adapters of other kinds than LoRA read them")
+        child.__dict__.pop(MERGED, None)  # this layer has merged nothing yet, whatever its adapters will be called
         _watch(module)
 
     register_module_module_registration_hook(see)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..._checks import E4M3_MAX
 from ..engine.guards import is_ordinary
-from .fp8 import is_replaced
+from .fp8_weights import is_replaced
 from .tensor_files import Header, TensorDict, TensorFiles
 
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"

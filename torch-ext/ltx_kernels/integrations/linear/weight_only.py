@@ -19,7 +19,8 @@ from ..._checks import requires_grad
 from ..._once import once_differentiable
 from ...quant import weight_only_linear
 from ..engine.sites import site_of, why_stock
-from .fp8 import LINEAR, quantised_weight, run_stock, why_not_fp8_input, why_not_fp8_weight
+from .fp8 import LINEAR, run_stock, why_not_fp8_input, why_not_fp8_weight
+from .fp8_weights import quantised_weight
 from .frozen import frozen_gradients, save_frozen
 
 # Of more rows the kernel takes longer than moving five bytes for each value, which the conversion does. The kernel's

@@ -15,21 +15,22 @@ class Version:
     A copy counts anew, and remembers a change.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.number, self._sums = weight, version_of(weight) or 0, _sums(weight.data)
-        self._stands_in(weight)
+    def __init__(self, weight: Tensor, data: Tensor) -> None:
+        """data: What the weight holds, or will hold as its `.data`."""
+        self.weight, self.number, self._sums = weight, _writes(weight), _sums(data)
+        self._stands_in(data)
 
     def __getstate__(self) -> tuple[Tensor, bool, Tensor]:
-        return self.weight, (version_of(self.weight) or 0) > self.number, self._sums
+        return self.weight, _writes(self.weight) > self.number, self._sums
 
     def __setstate__(self, state: tuple[Tensor, bool, Tensor]) -> None:
         self.weight, has_changed, self._sums = state
-        self.number = -1 if has_changed else version_of(self.weight) or 0
+        self.number = -1 if has_changed else _writes(self.weight)
         self._place: tuple[int, int] | None = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether a parameter holds what was quantised. Writes through `.data` into the same memory are not seen."""
-        if (version_of(weight) or 0) > self.number:
+        if _writes(weight) > self.number:
             return False
         if self._place == (storage_number(weight), weight.data_ptr()):
             return True
@@ -49,14 +50,28 @@ class Values:
 
     Some writes change nothing: DistributedDataParallel sends every parameter to all processes. An offload and a
     conversion give the parameter other data, which stands for the same values.
+
+    stock: The weight that was quantised, if it is in the host's memory.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self._number, self._shape, self._sums = version_of(weight) or 0, weight.shape, _sums(weight.data)
+    def __init__(self, weight: Tensor, stock: Tensor | None) -> None:
+        self._number, self._shape, self._sums = _writes(weight), weight.shape, _sums(weight.data)
+        self._stock, self._stock_number = stock, _writes(stock)
+
+    def __getstate__(self) -> tuple[torch.Size, Tensor, Tensor | None, bool]:
+        return self._shape, self._sums, self._stock, self.stock_was_written()
+
+    def __setstate__(self, state: tuple[torch.Size, Tensor, Tensor | None, bool]) -> None:
+        self._shape, self._sums, self._stock, was_written = state
+        self._number = -1  # a copied parameter counts anew: its values are compared once
+        self._stock_number = -1 if was_written else _writes(self._stock)
+
+    def stock_was_written(self) -> bool:
+        return _writes(self._stock) != self._stock_number
 
     def were_written(self, weight: Tensor) -> bool:
         """Whether the parameter itself was written to since, with other values. Writes through `.data` are not seen."""
-        number = version_of(weight) or 0
+        number = _writes(weight)
         if number == self._number:
             return False
         if not self.are_in(weight):
@@ -74,11 +89,17 @@ class Values:
         return torch.equal(_sums(values).to(self._sums.device), self._sums)
 
 
+def _writes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else version_of(tensor) or 0
+
+
 def _sums(values: Tensor) -> Tensor:
-    """Sums over the words of a weight [out, in]: of all, and of every second row and column, as rows may be moved."""
+    """Sums over the words of a weight [out, in]: of all, and times their row and their column, as these may move."""
     if values.device.type == "meta" or not values.numel():
         return torch.zeros(3, dtype=torch.int64)
     if not values.is_contiguous() or values.storage_offset() * values.element_size() % 8:
         values = values.clone(memory_format=torch.contiguous_format)
     words = values.view(torch.int64)
-    return torch.stack([part.sum() for part in (words, words[::2], words[:, ::2])])
+    parts = words.sum(1), words.sum(0)
+    numbered = [part * torch.arange(len(part), device=part.device) for part in parts]
+    return torch.stack([part.sum() for part in (parts[0], *numbered)])

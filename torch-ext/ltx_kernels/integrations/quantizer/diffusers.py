@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quant import quantize_weight
-from ..linear import fp8
+from ..linear import fp8_weights
 from ..linear.checkpoints import Placed, read_fp8, read_multiplied
 from ..linear.original_names import StandIn, pieces_of
 from ..linear.scaled_weights import FP8, SCALES, ScaledWeights
@@ -144,7 +144,7 @@ class DiffusersQuantizer:
         else:
             values, scales = quantize_weight(param_value.to(device))
         module._parameters[key] = nn.Parameter(values, requires_grad=False)
-        module.register_buffer(fp8.SCALES, scales, persistent=False)
+        module.register_buffer(fp8_weights.SCALES, scales, persistent=False)
         self._kept.add(path)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **more: Any) -> nn.Module:

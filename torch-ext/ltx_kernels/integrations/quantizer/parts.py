@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..linear import fp8
+from ..linear import fp8_weights
 from ..selection import check_device, layers_for_fp8
 
 METHOD = "ltx_kernels_fp8"  # in a model's config.json
@@ -44,8 +44,8 @@ def layers_to_quantise(
 
 def with_scales(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """For ``save_pretrained``: each scale after its weight."""
-    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and fp8.holds_fp8(m)]
-    scales = {f"{name}.weight": fp8.quantised_weight(linear)[1] for name, linear in linears}
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and fp8_weights.holds_fp8(m)]
+    scales = {f"{name}.weight": fp8_weights.quantised_weight(linear)[1] for name, linear in linears}
     found: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         found[name] = tensor

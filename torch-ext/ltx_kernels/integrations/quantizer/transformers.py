@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quant import quantize_weight
-from ..linear import fp8
+from ..linear import fp8_weights
 from ..linear.checkpoints import Placed
 from ..linear.scaled_weights import FP8
 from ..linear.tensor_files import safetensors
@@ -95,7 +95,7 @@ class TransformersQuantizer:
                 raise ValueError(f"weights: {name}: expected a layer that can be in fp8, got {parameter.dtype}")
         for name in sorted(self._layers):
             self._take_scales(name, model.get_submodule(name))
-        kept = {name for name in self._layers if fp8.SCALES in model.get_submodule(name)._buffers}
+        kept = {name for name in self._layers if fp8_weights.SCALES in model.get_submodule(name)._buffers}
         skip, low = self.config.skip, self.config.memory == "low"
         notes = why_in_bf16(model, kept, skip, low, loaded=self.pre_quantized)
         self.report = type(self).optimize(
@@ -117,7 +117,7 @@ class TransformersQuantizer:
         if scales.shape != weight.shape[:1] or not bool(((scales > 0) & scales.isfinite()).all()):
             raise ValueError(f"weights: {name}.{SCALE}: expected {len(weight)} finite numbers above 0")
         linear._parameters["weight"] = nn.Parameter(weight.data, requires_grad=False)
-        linear.register_buffer(fp8.SCALES, scales, persistent=False)
+        linear.register_buffer(fp8_weights.SCALES, scales, persistent=False)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         return with_scales(model, model.state_dict()), {}

@@ -43,7 +43,8 @@ from ..engine.guards import ATTRIBUTE, class_of, has_torch_backend, hooked, is_c
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
-from ..linear.fp8 import holds_fp8, in_fp8
+from ..linear.fp8 import in_fp8
+from ..linear.fp8_weights import holds_fp8
 from ..linear.lora import adapters_state, is_lora
 from ..linear.merged_adapters import is_behind
 from . import gradients
