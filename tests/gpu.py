@@ -61,7 +61,9 @@ FILES |= dict.fromkeys(["tensor_kinds", "wrong_types", "benchmarks", "regression
 FILES |= dict.fromkeys(["channels_last", "group_norm", "attention_int8", "report", "loading"], 1)
 FILES |= dict.fromkeys(["op_calls", "row_sums"], 1)
 MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}
-MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
+MODELS_FILES |= dict.fromkeys(
+    ["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files", "fp8_written"], 1
+)
 MODELS_FILES |= dict.fromkeys(
     [
         "integration_pipelines",

@@ -380,6 +380,48 @@ def test_every_norm_has_its_eps(ltx: ModuleType, device: str, family: Family) ->
     assert_ran(report, family)
 
 
+@every_path
+def test_one_sample_beside_two(ltx: ModuleType, device: str, family: Family) -> None:
+    """Stock blocks broadcast one prompt to several latents, or one latent to several times, where torch does."""
+    model = make(family, device)
+    stock, inputs = copy.deepcopy(model), cast(family.inputs(2), device, torch.float32)
+    ltx.optimize(model)
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != 2:
+            continue
+        given = {**inputs, name: value[:1]}
+        try:
+            want = run(stock, given)
+        except Exception:  # the stock model takes no such argument
+            continue
+        assert distance(run(model, given), want) < CLOSE * family.magnifies, name
+
+
+@pytest.mark.host
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["chroma", "cogvideox-5b"])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_traced_after_calls(ltx: ModuleType, device: str, name: str, calls: int) -> None:
+    """A trace computes from the mask or the tables that it is given, and not from what calls kept of earlier ones."""
+    family = FAMILIES[name]
+    model = make(family, device)
+    inputs = cast({**family.inputs(2), **(family.masked(2) if family.masked else {})}, device, torch.float32)
+    key = "image_rotary_emb" if "image_rotary_emb" in inputs else "attention_mask"
+    given = inputs.pop(key)
+    tensors = flat(given)
+
+    class Called(nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            return model(**inputs, **{key: tensors if isinstance(given, tuple) else tensors[0]}, return_dict=False)[0]
+
+    stock = Called()(*(tensor.flip(0) for tensor in tensors))
+    ltx.optimize(model)
+    for _ in range(calls):
+        Called()(*tensors)
+    traced = torch.jit.trace(Called(), tensors, check_trace=name != "chroma")
+    assert distance((traced(*(tensor.flip(0) for tensor in tensors)),), (stock,)) < CLOSE
+
+
 @every_family
 def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
     if family.masked is None:

@@ -57,6 +57,17 @@ class Call:
         given = not spec.arguments or any(value is not None for value in self.further.values())
         self.attends = spec.attends if given else None
 
+    def why_not_batch(self) -> str:
+        """Why the batch sizes of a call keep it from running ops, which do not broadcast them; empty if they agree."""
+        size = len(self.input[0] if isinstance(self.input, tuple) else self.input)
+        if not self.spec.batched:
+            return ""
+        if self.context is not None and len(self.context) != size:
+            return f"a context of batch size {len(self.context)} for an input of {size}"
+        if self.mask is not None and self.mask.dim() > 1 and len(self.mask) not in (1, size):
+            return f"a mask of batch size {len(self.mask)} for an input of {size}"
+        return ""
+
     def without_arguments(self) -> Call:
         """A call for `attend` in a recording, which must hold neither the tensors of this call nor the layers."""
         nothing: Any = None

@@ -150,7 +150,7 @@ def _why_not(call: Call, options: dict[str, Any]) -> str:
         reason = spec.mask.why_not(mask, None if context is None else context.shape[1])
     if call.attends is not None and parallel_config(call) is not None:
         return "ranks exchange tokens"
-    return reason or spec.check(call.module, input, context, call.rope)
+    return reason or call.why_not_batch() or spec.check(call.module, input, context, call.rope)
 
 
 def _stock(call: Call, reason: str, options: dict[str, Any]) -> Any:

@@ -58,6 +58,7 @@ class Block:
     optional_children: Names of submodules that some blocks have; also paths of `norms` and `modules`.
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
+    unbatched: Those of `streams` and `tensors` whose first dimension is not the batch of the first stream.
     norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
     modules: By path, the classes that another module may have. `forward` reads its parts and does not call it.
     attentions: By name, the description of each attention, or of another child that has an entry of its own.
@@ -88,6 +89,7 @@ class Block:
     optional_children: frozenset[str] = frozenset()
     streams: tuple[str, ...] = ("hidden_states",)
     tensors: tuple[str, ...] = ()
+    unbatched: tuple[str, ...] = ()
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attentions: Mapping[str, Part] = field(default_factory=dict)
@@ -268,5 +270,8 @@ class Block:
                 reason = why_not_tensor(name, tensor, input, beside and self._mixes(input), gradient)
                 if reason:
                     return reason
+                sizes = (len(input), 1) if beside else (len(input),)  # ops broadcast no stream
+                if input.dim() > 2 and tensor.dim() > 1 and len(tensor) not in sizes and name not in self.unbatched:
+                    return f"{name} has batch size {len(tensor)}, {self.streams[0]} has {len(input)}"
         key = "block", input.dtype, input.device
         return remember(module, key, self._why_not_state, input) or self.check(module, arguments)

@@ -17,7 +17,7 @@ def _prompt(text: Tensor, table: Tensor, temb: Tensor | None) -> Tensor:
     """The prompt with the modulation that LTX-2.3 gives it: a few rows, in the stock operations."""
     values = table[None, None].to(text.dtype)
     if temb is not None:
-        values = values + temb.reshape(text.shape[0], temb.shape[1], 2, -1)
+        values = values + temb.unflatten(-1, (2, -1))
     shift, scale = values.unbind(2)
     return text * (1 + scale) + shift
 

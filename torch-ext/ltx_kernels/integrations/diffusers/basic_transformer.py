@@ -92,6 +92,8 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     hidden_states, timestep = arguments["hidden_states"], arguments.get("timestep")
     if hidden_states.dim() != 3:
         return f"an input of shape {list(hidden_states.shape)}"
+    if timestep is not None and len(timestep) not in (1, len(hidden_states)):
+        return "a timestep of another batch size"
     if block.norm_type != TABLE:
         return ""
     table = block.scale_shift_table

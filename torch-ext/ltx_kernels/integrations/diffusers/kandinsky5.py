@@ -7,6 +7,7 @@ stay stock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,11 @@ SELF = Attention(
 )
 CROSS = replace(SELF, cross=True)
 MLP = PlainMLP((KANDINSKY5 + "FeedForward",), projections=("in_layer",), activation="activation", down="out_layer")
+
+
+def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
+    stream: Tensor = arguments["x" if "x" in arguments else "visual_embed"]
+    return "" if len(arguments["time_embed"]) in (1, len(stream)) else "a time embedding of another batch size"
 
 
 def text_forward(self: Any, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
@@ -82,6 +88,7 @@ TEXT = Block(
     attentions={"self_attention": SELF, "feed_forward": MLP},
     fp8_skip=("text_transformer_blocks.*",),
     casts=True,
+    check=_why_not_block,
 )
 VISUAL = Block(
     classes=(KANDINSKY5 + "TransformerDecoderBlock",),
@@ -92,6 +99,7 @@ VISUAL = Block(
     attentions={"self_attention": SELF, "cross_attention": CROSS, "feed_forward": MLP},
     fp8_skip=("*.cross_attention.to_key", "*.cross_attention.to_value", "*.cross_attention.out_layer"),
     casts=True,
+    check=_why_not_block,
 )
 
 ENTRIES = (SELF, MLP, TEXT, VISUAL)

@@ -122,6 +122,7 @@ BLOCK = Block(
     classes=(QWEN + "TransformerBlock",),
     forward=block_forward,
     tensors=("modulation",),
+    unbatched=("modulation",),  # it has one more row, for time 0, where tokens have one of two times
     norms={"img_norm1": (TORCH_LAYERNORM,), "img_norm2": (TORCH_LAYERNORM,)},
     attentions={"attn": ATTENTION, "img_mlp": MLP},
 )

@@ -118,6 +118,7 @@ CONTROL_BLOCK = replace(
     optional_children=BLOCK.optional_children | {"before_proj"},
     streams=("c", "x"),
     tensors=("adaln_input",),
+    unbatched=("x", "adaln_input"),  # `c` holds the results of all blocks so far, [blocks, B, S, H]
 )
 
 ENTRIES = (ATTENTION, CONTROLNET_ATTENTION, MLP, BLOCK, CONTROLNET_BLOCK, CONTROL_BLOCK)

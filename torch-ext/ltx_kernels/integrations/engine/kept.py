@@ -48,10 +48,10 @@ def kept(
 ) -> Made:
     """What ``make`` returns. An earlier result is returned for the same key and the same, unchanged tensors.
 
-    Nothing is kept under torch.compile, in torch.func and in modes that watch or replace ops, nor of tensors that a
-    gradient goes through. Nothing is kept of inference tensors either, because they have no version that tells of a
-    write. While a CUDA graph is captured, only values made of parameters are reused: a program may write new data to
-    other tensors before it replays the graph.
+    Nothing is kept under torch.compile and torch.jit.trace, in torch.func and in modes that watch or replace ops, nor
+    of tensors that a gradient goes through. Nothing is kept of inference tensors either, because they have no version
+    that tells of a write. While a CUDA graph is captured, only values made of parameters are reused: a program may
+    write new data to other tensors before it replays the graph.
 
     key: All that the result depends on beside tensors.
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
@@ -59,7 +59,9 @@ def kept(
     views: Further ones that are new views of the same memory at each call. The kept value holds them, so that nothing
         else gets that memory; address, shape, strides, dtype and version decide.
     """
-    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in (*sources, *views)):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return make()
+    if any(tensor.is_inference() for tensor in (*sources, *views)):
         return make()
     if torch.is_grad_enabled() and requires_grad(*sources, *views):
         return make()
@@ -93,10 +95,12 @@ def kept(
 def may_read(tensor: Tensor) -> bool:
     """Whether the host may ask for a tensor's contents, to keep the answer for all blocks that get it.
 
-    A compiled or captured graph serves other contents too. An inference tensor may change without a sign, so that every
-    block would have to ask. Other functions or devices may rely on all of the tensor.
+    A compiled, traced or captured graph serves other contents too. An inference tensor may change without a sign, so
+    that every block would have to ask. Other functions or devices may rely on all of the tensor.
     """
-    return not (torch.compiler.is_compiling() or tensor.is_inference() or others_take_functions() or is_capturing())
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not (tensor.is_inference() or others_take_functions() or is_capturing())
 
 
 def _drop(site: weakref.ref[Site], place: Hashable, source: Any) -> None:

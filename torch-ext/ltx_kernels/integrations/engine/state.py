@@ -303,9 +303,9 @@ def _new_memory(module: nn.Module) -> Memory | None:
 def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arguments: Any) -> Answer:
     """``ask(module, *arguments)``, or what it returned in the same state of the module for the same key.
 
-    Nothing is kept under torch.compile, and where a submodule has a hook.
+    Nothing is kept under torch.compile and torch.jit.trace, and where a submodule has a hook.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return ask(module, *arguments)
     if not function_modes():
         return _remember(module, key, ask, *arguments)

@@ -8,6 +8,9 @@ from torch import Tensor
 from ..._torch_private import storage_number, storage_reference
 from ..engine.guards import version_of
 
+# `_sums` adds every word, every 11th and every 13th. Hardly any weight has rows that move by a multiple of both.
+STEPS = (1, 11, 13)
+
 
 class Version:
     """A stock weight as it was quantised: how often it had been written to, and what it holds.
@@ -94,12 +97,10 @@ def _writes(tensor: Tensor | None) -> int:
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Sums over the words of a weight [out, in]: of all, and times their row and their column, as these may move."""
+    """Sums over the words of a weight [out, in]: of all, and of a part that changes where rows or columns move."""
     if values.device.type == "meta" or not values.numel():
-        return torch.zeros(3, dtype=torch.int64)
+        return torch.zeros(len(STEPS), dtype=torch.int64)
     if not values.is_contiguous() or values.storage_offset() * values.element_size() % 8:
         values = values.clone(memory_format=torch.contiguous_format)
-    words = values.view(torch.int64)
-    parts = words.sum(1), words.sum(0)
-    numbered = [part * torch.arange(len(part), device=part.device) for part in parts]
-    return torch.stack([part.sum() for part in (parts[0], *numbered)])
+    words = values.view(torch.int64).flatten()
+    return torch.stack([words[::step].sum() for step in STEPS])

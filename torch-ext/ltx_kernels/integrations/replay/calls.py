@@ -393,6 +393,7 @@ def _is_ordinary() -> bool:
         or function_modes()
         or dispatch_modes()
         or func_interpreter() is not None
+        or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
         or has_global_hooks()
         or is_capturing()
