@@ -672,7 +672,7 @@ def test_optimize_is_all_or_nothing(
     model, inputs = make_model(device), make_inputs(device)
     stock = model(**inputs)[0]
     parts = ltx.integrations
-    holder = {"install": parts, "pack": parts, "quantise_weights": parts.fp8}[where]
+    holder = {"install": parts, "pack": parts, "quantise_weights": parts.fp8_weights}[where]
     function, calls = getattr(holder, where), itertools.count()
 
     def interrupted(*args: Any) -> Any:

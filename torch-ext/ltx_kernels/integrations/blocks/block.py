@@ -270,8 +270,9 @@ class Block:
                 reason = why_not_tensor(name, tensor, input, beside and self._mixes(input), gradient)
                 if reason:
                     return reason
-                sizes = (len(input), 1) if beside else (len(input),)  # ops broadcast no stream
-                if input.dim() > 2 and tensor.dim() > 1 and len(tensor) not in sizes and name not in self.unbatched:
-                    return f"{name} has batch size {len(tensor)}, {self.streams[0]} has {len(input)}"
+                size, others = len(input), len(tensor) if tensor.dim() > 1 else 1
+                fits = others == size or (beside and others == 1)  # no `in`, which a symbolic size would fail
+                if input.dim() > 2 and not fits and name not in self.unbatched:
+                    return f"{name} has batch size {others}, {self.streams[0]} has {size}"
         key = "block", input.dtype, input.device
         return remember(module, key, self._why_not_state, input) or self.check(module, arguments)
