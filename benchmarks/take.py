@@ -48,8 +48,8 @@ def missing_peers(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
     """What the old records of a job have a time of, and the new ones do not: an op's peers, a configuration's times."""
 
     def timed(records: Sequence[Record]) -> set[str]:
-        tables = [record["us"] for record in records if isinstance(record.get("us"), dict)]  # others have one time
-        peers = {name for us in tables for name in us if us[name] is not None}
+        tables = [record[unit] for record in records for unit in ("us", "ms") if isinstance(record.get(unit), dict)]
+        peers = {name for times in tables for name in times if times[name] is not None}
         made = [record for record in records if "config" in record]
         return peers | {f"{record['config']} ({key})" for record in made for key in record if key.endswith("_ms")}
 

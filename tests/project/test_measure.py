@@ -533,10 +533,11 @@ def test_a_record_that_is_older_is_left(fake: Fake, tmp_path: Path) -> None:
     assert {record["name"]: record["commit"] == newer for record in written} == {"a": True, "b": False}
 
 
-def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["us", "ms"])
+def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Path, unit: str) -> None:
     path = fake.results / "gpu-program.json"
     result = json.loads(path.read_text())
-    result["records"][0]["us"] = {"ours": 1.0, "peer": 2.0, "absent": None}
+    result["records"][0][unit] = {"ours": 1.0, "peer": 2.0, "absent": None}
     result["records"][0] |= {"config": "compile", "graph_ms": 3.0}
     path.write_text(json.dumps(result))
     fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
