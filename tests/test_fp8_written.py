@@ -217,3 +217,15 @@ def test_compiled_calls_after_other_weights(
         assert distance(run(**inputs)[0], want) < 0.02
     assert CHANGED in report.fallbacks["torch.Linear"] and f"{CHANGED} (compiled)" in report.fallbacks["torch.Linear"]
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu", "free"])
+def test_weights_made_in_inference_mode(ltx: ModuleType, device: str, stock_weights: str) -> None:
+    """Torch does not count writes into them, which the report says."""
+    with torch.inference_mode():
+        model = make_model(device, torch.bfloat16)
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    count = sum("ltx_fp8_scales" in module._buffers for module in model.modules())
+    assert f"({count} made in inference mode, so that later writes into them are not noticed)" in str(report)
+    ordinary = ltx.optimize(make_model(device, torch.bfloat16), precision="fp8", stock_weights=stock_weights)
+    assert "inference mode" not in str(ordinary)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from ..engine.guards import version_of
 from .fp8_weights import BESIDE, FREED, HELD, STOCK, free_weight, guard_loading, is_freed, quantised_weight
 from .lora import shared_weights
 from .offload import tell_offload
@@ -14,7 +15,7 @@ from .offload import tell_offload
 def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
     """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
     linears = [linear for group in groups for linear in group]
-    uncounted = sum(linear.weight.is_inference() for linear in linears)
+    uncounted = sum(version_of(linear.weight) is None for linear in linears)
     loaded = any(map(is_freed, linears))
     shared = shared_weights(roots)
     freed = sum(free_weight(linear) for linear in linears if stock_weights == FREED and id(linear.weight) not in shared)
