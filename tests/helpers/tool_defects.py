@@ -1132,8 +1132,8 @@ TOOL_DEFECTS = [
     defect(
         "the time of one call taken for a table of peers",
         "benchmarks/take.py",
-        'isinstance(record.get(unit), dict)',
-        'unit in record',
+        "isinstance(record.get(unit), dict)",
+        "unit in record",
         "measure::test_a_record_with_one_time_is_taken",
     ),
     defect(
