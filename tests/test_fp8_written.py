@@ -226,3 +226,18 @@ def test_weights_made_in_inference_mode(ltx: ModuleType, device: str, stock_weig
     assert f"({count} made in inference mode, so that later writes into them are not noticed)" in str(report)
     ordinary = ltx.optimize(make_model(device, torch.bfloat16), precision="fp8", stock_weights=stock_weights)
     assert "inference mode" not in str(ordinary)
+
+
+def test_loading_after_weights_were_brought_back(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Adapters that are fused and unfused leave nothing behind that would look at a restored layer."""
+    want, state = model(**inputs)[0], {name: value.clone() for name, value in model.state_dict().items()}
+    ltx.optimize(model, precision="fp8")
+    home = ltx.integrations.linear.fp8_weights
+    linears = [module for module in model.modules() if home.STOCK in module.__dict__]
+    for linear in linears:
+        home.bring_back(linear)
+        home.hold(linear)
+    ltx.restore(model)
+    model.load_state_dict(state)
+    assert linears and torch.equal(model(**inputs)[0], want)
+    assert not any(linear._load_state_dict_post_hooks for linear in linears)

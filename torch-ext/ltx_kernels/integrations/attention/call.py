@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..engine.guards import fits_batch
 from ..engine.sites import site_of
 from ..linear.products import Input
 from .description import Attention
@@ -64,7 +65,7 @@ class Call:
             return ""
         if self.context is not None and len(self.context) != size:
             return f"a context of batch size {len(self.context)} for an input of {size}"
-        if self.mask is not None and self.mask.dim() > 1 and len(self.mask) not in (1, size):
+        if self.mask is not None and self.mask.dim() > 1 and not fits_batch(self.mask, size):
             return f"a mask of batch size {len(self.mask)} for an input of {size}"
         return ""
 

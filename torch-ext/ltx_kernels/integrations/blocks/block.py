@@ -15,6 +15,7 @@ from ..engine.autocast import autocast_dtype, remark_autocast
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
+    fits_batch,
     follows_shared,
     hooked,
     submodule,
@@ -58,7 +59,7 @@ class Block:
     optional_children: Names of submodules that some blocks have; also paths of `norms` and `modules`.
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
-    unbatched: Those of `streams` and `tensors` whose first dimension is not the batch of the first stream.
+    unbatched: Arguments that may have another first dimension than the first stream, whose first one is the batch.
     norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
     modules: By path, the classes that another module may have. `forward` reads its parts and does not call it.
     attentions: By name, the description of each attention, or of another child that has an entry of its own.
@@ -270,9 +271,8 @@ class Block:
                 reason = why_not_tensor(name, tensor, input, beside and self._mixes(input), gradient)
                 if reason:
                     return reason
-                size, others = len(input), len(tensor) if tensor.dim() > 1 else 1
-                fits = others == size or (beside and others == 1)  # no `in`, which a symbolic size would fail
+                fits = tensor.dim() < 2 or (fits_batch(tensor, len(input)) if beside else len(tensor) == len(input))
                 if input.dim() > 2 and not fits and name not in self.unbatched:
-                    return f"{name} has batch size {others}, {self.streams[0]} has {size}"
+                    return f"{name} has batch size {len(tensor)}, {self.streams[0]} has {len(input)}"
         key = "block", input.dtype, input.device
         return remember(module, key, self._why_not_state, input) or self.check(module, arguments)

@@ -17,7 +17,7 @@ from ..attention.masks import KeyOrScoreBias
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation, modulation_by
-from ..engine.guards import children, follows_shared, why_not_tensor
+from ..engine.guards import children, fits_batch, follows_shared, why_not_tensor
 from ._unet import UNET
 
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
@@ -92,7 +92,7 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     hidden_states, timestep = arguments["hidden_states"], arguments.get("timestep")
     if hidden_states.dim() != 3:
         return f"an input of shape {list(hidden_states.shape)}"
-    if timestep is not None and len(timestep) not in (1, len(hidden_states)):
+    if timestep is not None and not fits_batch(timestep, len(hidden_states)):
         return "a timestep of another batch size"
     if block.norm_type != TABLE:
         return ""

@@ -18,7 +18,7 @@ from ..attention.description import Attention
 from ..blocks.block import Block
 from ..blocks.gated_mlp import PlainMLP
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation
-from ..engine.guards import children
+from ..engine.guards import children, fits_batch
 from ..engine.rotary_tables import of_matrices
 
 KANDINSKY5 = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5"
@@ -48,7 +48,7 @@ MLP = PlainMLP((KANDINSKY5 + "FeedForward",), projections=("in_layer",), activat
 
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     stream: Tensor = arguments["x" if "x" in arguments else "visual_embed"]
-    return "" if len(arguments["time_embed"]) in (1, len(stream)) else "a time embedding of another batch size"
+    return "" if fits_batch(arguments["time_embed"], len(stream)) else "a time embedding of another batch size"
 
 
 def text_forward(self: Any, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:

@@ -46,6 +46,11 @@ def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
     return tuple(map(module._modules.__getitem__, names))
 
 
+def fits_batch(tensor: Tensor, size: int) -> bool:
+    """Whether torch broadcasts a tensor to a batch size. `in` is wrong of the symbolic sizes of torch.compile."""
+    return len(tensor) == size or len(tensor) == 1
+
+
 def submodule(module: nn.Module, path: str) -> nn.Module | None:
     """The submodule at a dotted path, None where there is none."""
     found: nn.Module | None = module

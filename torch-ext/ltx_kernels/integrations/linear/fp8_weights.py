@@ -167,6 +167,7 @@ def free_weight(linear: nn.Linear) -> int:
 
 def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
+    remove_hooks(linear)
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)
     _tell_peft(linear, True)
