@@ -2,9 +2,9 @@
 
 Most of the time of a benchmark of a whole model is torch.compile's, which needs the host alone. `measure.py --lock
 FILE` starts programs that call `share` before they use the GPU. A program that has the lock on FILE has the GPU to
-itself. It gives the lock away while torch.compile compiles, and takes it again for torch.compile's own timings, by
-which it chooses among kernels. What a program times is therefore timed on a GPU that no other program uses. How long
-compiling took is not known then, since the program also waited for the others.
+itself. It gives the lock away while torch.compile traces and compiles, and takes it again for torch.compile's own
+timings, by which it chooses among kernels. What a program times is therefore timed on a GPU that no other program uses.
+How long compiling took is not known then, since the program also waited for the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import IO, Any
 import torch
 
 VARIABLE = "LTX_BENCHMARKS_LOCK"  # the lock file's path, from measure.py to the programs that it starts
+
+
+_shared: list[Lock] = []  # what `share` took
 
 
 class Lock:
@@ -63,14 +66,19 @@ def is_shared() -> bool:
     return VARIABLE in os.environ
 
 
+def released() -> contextlib.AbstractContextManager[None]:
+    """For a block that needs the host alone: other benchmarks can use the GPU meanwhile. Nothing before `share`."""
+    return _shared[0].released() if _shared else contextlib.nullcontext()
+
+
 def share() -> None:
-    """Takes the GPU until this process ends, but for the times in which torch.compile compiles.
+    """Takes the GPU until this process ends, but for the times in which torch.compile traces and compiles.
 
     Nothing where `is_shared` is False. torch.compile has no public way to learn when it compiles and when it times.
     """
     if not is_shared():
         return
-    from torch._inductor import compile_fx
+    from torch._dynamo import convert_frame
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -88,9 +96,10 @@ def share() -> None:
 
     timer = type(benchmarking.benchmarker)
     for owner, name, block in (
-        (compile_fx, "compile_fx", lock.released),
+        (convert_frame, "_compile", lock.released),
         (CachingAutotuner, "coordinate_descent_tuning", lock.released),
         (timer, "benchmark_gpu", lock.held),
     ):
         setattr(owner, name, within(block, getattr(owner, name)))
+    _shared[:] = [lock]
     lock.turn(True)

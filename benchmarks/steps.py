@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sharing import is_shared
+from sharing import is_shared, released
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
@@ -172,7 +172,9 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
             step()
         torch.cuda.synchronize()
     by_name: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
+    with released():
+        events = profile.events()
+    for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             by_name[event.name].append(event.device_time_total / 1e3)
     by_kind: dict[str, float] = defaultdict(float)

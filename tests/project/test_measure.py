@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -620,7 +621,7 @@ def test_one_program_at_a_time_has_the_gpu(tmp_path: Path) -> None:
 
 def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not while it times kernels, which it does within its compiling and its tuning."""
-    from torch._inductor import compile_fx
+    from torch._dynamo import convert_frame
     from torch._inductor.runtime import benchmarking, triton_heuristics
 
     path, found = tmp_path / "lock", []
@@ -629,23 +630,28 @@ def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: p
     def times(*arguments: Any) -> None:
         found.append(("times", is_free(path)))
 
-    def compiles(*arguments: Any) -> None:
+    def compiles(graph: Any, *arguments: Any) -> Any:
         found.append(("compiles", is_free(path)))
         benchmarking.benchmarker.benchmark_gpu()
         found.append(("compiles", is_free(path)))
+        return graph
 
     tuner = triton_heuristics.CachingAutotuner
     monkeypatch.setattr(timer, "benchmark_gpu", times)
-    monkeypatch.setattr(compile_fx, "compile_fx", compiles)
+    monkeypatch.setattr(convert_frame, "_compile", convert_frame._compile)  # `share` replaces it
     monkeypatch.setattr(tuner, "coordinate_descent_tuning", compiles)
+    monkeypatch.setattr(sharing, "_shared", [])
     monkeypatch.delenv(sharing.VARIABLE, raising=False)
     sharing.share()
-    assert compile_fx.compile_fx is compiles and not path.exists()
+    with sharing.released():
+        assert tuner.coordinate_descent_tuning is compiles and not path.exists()
     monkeypatch.setenv(sharing.VARIABLE, str(path))
     sharing.share()
     assert not is_free(path)
-    for call in (compile_fx.compile_fx, tuner.coordinate_descent_tuning):
-        call(None)
+    with sharing.released():
+        assert is_free(path)
+    for call in (torch.compile(lambda x: x + 1, backend=compiles), tuner.coordinate_descent_tuning):
+        call(torch.ones(2))
         assert found == [("compiles", True), ("times", False), ("compiles", True)]
         assert not is_free(path)
         found.clear()
