@@ -124,6 +124,8 @@ class Queue:
         """Why a job is to be measured; empty where it is up to date."""
         if not job.records:
             return NEVER
+        if job.lacking:
+            return f"no record of {', '.join(job.lacking)}"
         call = self.calls.get(job.title, {})
         if "sources" in call and job.commits == {call["commit"]}:
             if call["sources"] == digest(self.sources.of(job.subject)):
@@ -222,7 +224,8 @@ class Queue:
             missing = next((job for job in batch if job.title not in done), None)
             lines = log.read_text(errors="replace").strip().splitlines()
             last_line = lines[-1].strip()[:300] if lines else "no output"
-            end = "".join(f"\n    {line}" for line in lines[-TAIL:])
+            failures = [line for line in lines[:-TAIL] if " failed: " in line]  # a program goes on with its other jobs
+            end = "".join(f"\n    {line}" for line in [*failures[-TAIL:], *lines[-TAIL:]])
             if missing is None:
                 if status and not stopped:  # such as a planted defect that no test noticed
                     print(f"{batch[-1].title}: measured, with status {status}: {last_line}{end}", flush=True)
@@ -310,7 +313,7 @@ def machines_here() -> list[str]:
 
 
 def stale_builds(root: Path) -> list[str]:
-    """The variants in build/ that were made from other sources."""
+    """The variants in build/ that were made from other sources, or of another commit, which records would name."""
     spec = importlib.util.spec_from_file_location("build_of_the_package", root / "tools/build.py")
     assert spec is not None and spec.loader is not None
     builder = importlib.util.module_from_spec(spec)
@@ -318,7 +321,16 @@ def stale_builds(root: Path) -> list[str]:
     spec.loader.exec_module(builder)
     project = builder.load_project(root)
     variants = [path.parent for path in sorted((root / "build").glob("*/metadata.json"))]
-    return [variant.name for variant in variants if builder.is_stale(project, variant)]
+    stale = [variant.name for variant in variants if builder.is_stale(project, variant)]
+    history = History(root)
+    if not history.is_whole:
+        return stale
+    head = history.git("rev-parse", "HEAD").strip()
+    for variant in variants:
+        made_of = json.loads((variant / "metadata.json").read_text()).get("provenance", {}).get("kernel", {})
+        if variant.name not in stale and made_of.get("commit", head) != head:
+            stale.append(variant.name)
+    return stale
 
 
 def print_list(waiting: Iterable[Waiting]) -> None:
@@ -364,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--share: expected --output FOLDER, another one for each call, since calls would overwrite a file")
     machines = [options.machine] if options.machine else machines_here()
     if runs and (stale := stale_builds(REPOSITORY)):
-        sys.exit(f"{', '.join(stale)}: made from other sources; run python tools/build.py")
+        sys.exit(f"{', '.join(stale)}: made from other sources or of another commit; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
         output = options.output if runs else Path(folder)
         queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, PROGRAMS, options.share, options.lock)

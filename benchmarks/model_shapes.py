@@ -418,8 +418,14 @@ def sdxl_inputs(model: Any, make: Make, height: int, width: int, text: int) -> I
     }
 
 
+def in_a_tuple(model: nn.Module, arguments: Any, result: Any) -> Any:
+    """A hook after a forward that returns a tensor where other classes return a tuple."""
+    return (result,) if isinstance(result, torch.Tensor) else result
+
+
 def kandinsky5_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int) -> Inputs:
     config = model.config
+    model.register_forward_hook(in_a_tuple)
     grid = video_tokens(frames, height, width, 4, 8)
     return {
         "hidden_states": make(1, *grid, config.in_visual_dim),

@@ -8,6 +8,7 @@ program, or the file of another machine, tells what it measures.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -366,6 +367,14 @@ class Job:
     @property
     def options(self) -> tuple[str, ...]:
         return tuple(self.program.options(self.name, self.records or self.like))
+
+    @property
+    def lacking(self) -> list[str]:
+        """The configurations that a call measures and the records lack, such as a peer that was added later."""
+        configs = itertools.dropwhile(lambda option: option != "--configs", self.options)
+        named = itertools.takewhile(lambda option: not option.startswith("--"), list(configs)[1:])
+        known = {record.get("config") for record in self.records}
+        return [config for config in named if config not in known] if self.records else []
 
     @property
     def subject(self) -> Subject:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,8 @@ def share() -> None:
         return
     from torch._dynamo import convert_frame
     from torch._inductor.runtime import benchmarking
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
     lock = Lock(Path(os.environ[VARIABLE]))
 
@@ -95,11 +97,16 @@ def share() -> None:
         return called
 
     timer = type(benchmarking.benchmarker)
+    # Each is called for its work alone, and none in the steps that are timed. "max-autotune" times all kernels for a
+    # product in one turn: with a turn for each, it would wait dozens of times.
     for owner, name, block in (
         (convert_frame, "_compile", lock.released),
-        (CachingAutotuner, "coordinate_descent_tuning", lock.released),
+        (CoordescTuner, "autotune", lock.released),
+        (AlgorithmSelectorCache, "benchmark_choices", lock.held),
         (timer, "benchmark_gpu", lock.held),
     ):
-        setattr(owner, name, within(block, getattr(owner, name)))
+        original = getattr(owner, name)
+        replaced = within(block, original)
+        setattr(owner, name, staticmethod(replaced) if inspect.ismethod(original) else replaced)
     _shared[:] = [lock]
     lock.turn(True)

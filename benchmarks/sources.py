@@ -13,8 +13,8 @@ Its sources are
   that build.toml has for each.
 
 Comments, docstrings, the form of the code and what can only raise do not count, and neither does how result files are
-written. What only gradients need counts where the program calls ``backward`` or ``grad``: that method of
-autograd.Functions, what it alone imports, and the kernels that are named after it.
+written and how programs share a GPU. What only gradients need counts where the program calls ``backward`` or ``grad``:
+that method of autograd.Functions, what it alone imports, and the kernels that are named after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PACKAGE = "torch-ext/ltx_kernels/"
 INTEGRATIONS = PACKAGE + "integrations/"
 FAKES = PACKAGE + "_fakes.py"  # shapes for torch.compile, and what runs for gradients and where an op has no kernel
 BY_NAME = (PACKAGE + "_checks.py", PACKAGE + "_torch_private.py")  # collections of definitions, imported one by one
-WRITING = "benchmarks/result_files.py"  # no figure depends on it
+# No figure depends on how a file is written, nor on how programs share the GPU: one that times something has it alone.
+APART = ("benchmarks/result_files.py", "benchmarks/sharing.py")
 PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
 OP_CALL = r'\bop\(\s*"(\w+)"'
 OP_OF_GRADIENTS = r"\bops\.(\w+)\.default"  # how autograd.Functions call an op
@@ -304,7 +305,7 @@ class Sources:
         found, functions, words = set[str](), set[str](), set[str]()
         while waiting:
             path, name = waiting.pop()
-            if path == WRITING or f"{path}: {name}" in found or name not in self.module(path).names:
+            if path in APART or f"{path}: {name}" in found or name not in self.module(path).names:
                 continue
             found.add(f"{path}: {name}")
             reached = self.module(path).reached(name, keys)

@@ -454,6 +454,22 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
+def test_every_model_denoises() -> None:
+    """Its result has the form of its latents, which a benchmark moves by it."""
+    pytest.importorskip("diffusers")
+    import model_shapes
+    import models
+
+    for name, known in model_shapes.MODELS.items():
+        model = known.construct(True, torch.float32, "cpu")
+        inputs = known.inputs(model, model_shapes.Make(torch.float32, "cpu"), **known.tiny_shape)
+        start = next(iter(inputs.values()))
+        with torch.no_grad():
+            latents = models.denoise(model, inputs, 2)
+        assert latents.numel() == sum(x.numel() for x in (start if isinstance(start, list) else [start])), name
+        assert latents.isfinite().all(), name
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_first_step_that_waited_for_others_is_not_written(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     import sharing

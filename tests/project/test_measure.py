@@ -425,6 +425,24 @@ def test_a_failure_does_not_end_the_call(fake: Fake, capsys: pytest.CaptureFixtu
     assert "the last call failed: status 1" in capsys.readouterr().out
 
 
+def test_why_one_of_several_jobs_failed_is_printed(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs go on with their other jobs, and end with a long table."""
+    fake.cases = ["bad"]
+    table = 'print("a bad case failed: why\\n" + "a row\\n" * 20); sys.exit(1)'
+    fake.edit("benchmarks/program.py", 'sys.exit("ValueError: a bad case")', table)
+    fake.commit()
+    assert measure.work(fake.queue(), 60) == 1
+    assert "\n    a bad case failed: why\n    a row\n" in capsys.readouterr().out
+
+
+def test_a_peer_without_a_record_is_measured() -> None:
+    (program,) = [one for one in records.PROGRAMS if one.file == "{machine}-models"]
+    made = [{"model": "zimage", "config": config, "blocks": {"layers": 30}} for config in ("baseline", "compile")]
+    assert records.Job(program, "h200", "zimage", made).lacking == [records.AUTOTUNED]
+    assert records.Job(program, "h200", "zimage", [*made, {**made[0], "config": records.AUTOTUNED}]).lacking == []
+    assert records.Job(program, "h200", "zimage").lacking == []
+
+
 def test_a_job_without_a_new_record_has_failed(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the program says that all is well, and an old record is there."""
     fake.cases = ["a", "silent"]
@@ -622,7 +640,10 @@ def test_one_program_at_a_time_has_the_gpu(tmp_path: Path) -> None:
 def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not while it times kernels, which it does within its compiling and its tuning."""
     from torch._dynamo import convert_frame
-    from torch._inductor.runtime import benchmarking, triton_heuristics
+    from torch._inductor.runtime import benchmarking
+    from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
     path, found = tmp_path / "lock", []
     timer = type(benchmarking.benchmarker)
@@ -636,25 +657,33 @@ def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: p
         found.append(("compiles", is_free(path)))
         return graph
 
-    tuner = triton_heuristics.CachingAutotuner
     monkeypatch.setattr(timer, "benchmark_gpu", times)
     monkeypatch.setattr(convert_frame, "_compile", convert_frame._compile)  # `share` replaces it
-    monkeypatch.setattr(tuner, "coordinate_descent_tuning", compiles)
+    monkeypatch.setattr(CoordescTuner, "autotune", compiles)
+    monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_choices", classmethod(times))
     monkeypatch.setattr(sharing, "_shared", [])
     monkeypatch.delenv(sharing.VARIABLE, raising=False)
     sharing.share()
     with sharing.released():
-        assert tuner.coordinate_descent_tuning is compiles and not path.exists()
+        assert CoordescTuner.autotune is compiles and not path.exists()
     monkeypatch.setenv(sharing.VARIABLE, str(path))
     sharing.share()
     assert not is_free(path)
     with sharing.released():
         assert is_free(path)
-    for call in (torch.compile(lambda x: x + 1, backend=compiles), tuner.coordinate_descent_tuning):
+    for call in (torch.compile(lambda x: x + 1, backend=compiles), CoordescTuner.autotune):
         call(torch.ones(2))
         assert found == [("compiles", True), ("times", False), ("compiles", True)]
         assert not is_free(path)
         found.clear()
+    with sharing.released():
+        AlgorithmSelectorCache.benchmark_choices([])
+    assert found == [("times", False)]
+    # Each launch of a template asks for a tuning that it does not need. Others would get the GPU in timed steps.
+    monkeypatch.setattr(sharing.Lock, "turn", lambda *arguments: pytest.fail("the lock was given away"))
+    template = CachingAutotuner.__new__(CachingAutotuner)
+    template.heuristic_type, launcher = HeuristicType.TEMPLATE, object()
+    assert template.coordinate_descent_tuning(launcher) is launcher
 
 
 def test_a_program_that_does_not_share_has_the_gpu_to_itself(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -798,8 +827,23 @@ def test_only_this_machine_can_be_measured() -> None:
 
 def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "stale_builds", lambda root: ["torch-cpu"])
-    with pytest.raises(SystemExit, match=r"torch-cpu: made from other sources; run python tools/build.py"):
+    with pytest.raises(
+        SystemExit, match=r"torch-cpu: made from other sources or of another commit; run python tools/build.py"
+    ):
         measure.main([])
+
+
+def test_builds_of_another_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their records would name it, although the benchmarks are of this one."""
+    made = {path.parent.name: json.loads(path.read_text()) for path in REPOSITORY.glob("build/*/metadata.json")}
+    commits = {name: metadata["provenance"].get("kernel", {}).get("commit") for name, metadata in made.items()}
+    commits = {name: commit for name, commit in commits.items() if commit}
+    if not commits:
+        pytest.skip("build/ was made without git")
+    for head in (*commits.values(), "f" * 40):
+        history = types.SimpleNamespace(is_whole=True, git=lambda *arguments, head=head: f"{head}\n")
+        monkeypatch.setattr(measure, "History", lambda root, history=history: history)
+        assert {name for name in commits if commits[name] != head} <= set(measure.stale_builds(REPOSITORY))
 
 
 PYTHON = "torch-ext/ltx_kernels/integrations/engine/sites.py"
