@@ -1,8 +1,8 @@
 """Lets several benchmarks share a GPU: one has it, and the others compile meanwhile.
 
-Most of the time of a benchmark of a whole model is torch.compile's, which needs the host alone. `measure.py --lock
-FILE` starts programs that call `share` before they use the GPU. A program that has the lock on FILE has the GPU to
-itself. It gives the lock away while torch.compile traces and compiles, and takes it again for torch.compile's own
+Most of the time of a benchmark of a whole model is torch.compile's, which needs the host alone. `measure.py
+--slots N` starts programs that call `share` before they use the GPU. A program that has the lock of a file has the GPU
+to itself. It gives the lock away while torch.compile traces and compiles, and takes it again for torch.compile's own
 timings, by which it chooses among kernels. What a program times is therefore timed on a GPU that no other program uses.
 How long compiling took is not known then, since the program also waited for the others.
 """

@@ -80,6 +80,14 @@ def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str)
     write(target, {**new["meta"], "date": max(date, new["meta"].get("date", ""))}, kept, **parts)
 
 
+def take_files(program: Program, machine: str, jobs: Sequence[Job], folder: Path, results: Path, date: str) -> None:
+    """Takes jobs of a program in all of its result files."""
+    for pattern in filter(None, (program.file, program.also)):
+        file = pattern.replace("{machine}", machine)
+        if (folder / f"{file}.json").exists():
+            take(file, jobs, folder, results, date)
+
+
 def why_left(new: Job, known: Job | None, history: History) -> str:
     """Why new records do not replace those that are known here; empty if they do."""
     if known is None:
@@ -105,10 +113,7 @@ def take_all(
             else:
                 taken.setdefault((program, machine), []).append(job)
     for (program, machine), jobs in taken.items():
-        for pattern in filter(None, (program.file, program.also)):
-            file = pattern.replace("{machine}", machine)
-            if (folder / f"{file}.json").exists():
-                take(file, jobs, folder, results, max(dates[job.title] for job in jobs))
+        take_files(program, machine, jobs, folder, results, max(dates[job.title] for job in jobs))
     return [job for jobs in taken.values() for job in jobs], left
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import job_queue  # noqa: E402
 import measure  # noqa: E402
 import op_cases  # noqa: E402
 import records  # noqa: E402
 import result_files  # noqa: E402
 import sharing  # noqa: E402
+import slots  # noqa: E402
 import sources  # noqa: E402
 import staleness  # noqa: E402
 import take  # noqa: E402
@@ -203,7 +206,7 @@ class Fake:
         of = [{"name": name, "commit": commit, "date": date} for name, date in dates.items()]
         self.write("benchmarks/results/gpu-program.json", json.dumps({"meta": {"device": "gpu"}, "records": of}))
 
-    def program(self) -> records.Program:
+    def program(self, shares: bool = False) -> records.Program:
         program = records.Program(
             "benchmarks/program.py",
             "{machine}-program",
@@ -211,6 +214,7 @@ class Fake:
             flag="--cases",
             keys=lambda name: (name,),
             functions=lambda name, of: {"rmsnorm"},
+            shares=shares,
         )
         cases = self.cases
 
@@ -220,9 +224,9 @@ class Fake:
 
         return Listed(**{field: getattr(program, field) for field in program.__dataclass_fields__})
 
-    def queue(self, output: Path | None = None, **options: Any) -> measure.Queue:
+    def queue(self, output: Path | None = None, shares: bool = False, **options: Any) -> measure.Queue:
         output = output or self.results
-        return measure.Queue(self.root, self.results, output, ["gpu"], programs=[self.program()], **options)
+        return measure.Queue(self.root, self.results, output, ["gpu"], programs=[self.program(shares)], **options)
 
     def reasons(self) -> dict[str, str]:
         return {one.job.name: one.reason for one in self.queue().waiting()}
@@ -481,7 +485,7 @@ def test_an_interrupted_call_leaves_no_program_behind(fake: Fake, monkeypatch: p
 
     looks: list[records.Job] = []
     queue = fake.queue()
-    monkeypatch.setattr(measure.subprocess, "Popen", noted)
+    monkeypatch.setattr(job_queue.subprocess, "Popen", noted)
     monkeypatch.setattr(measure.Queue, "texts", interrupted)
     with pytest.raises(Interrupted):
         measure.work(queue, 60)
@@ -696,12 +700,121 @@ def test_a_program_that_does_not_share_has_the_gpu_to_itself(fake: Fake, monkeyp
 
     fake.cases = ["flawed", "bad"]
     for case, shares, expected in (("flawed", False, (None, False)), ("bad", True, (str(path), True))):
-        (program,) = (queue := fake.queue(lock=path)).programs
-        monkeypatch.setattr(queue, "programs", [dataclasses.replace(program, shares=shares)])
+        queue = fake.queue(shares=shares)
+        queue.lock = sharing.Lock(path)
+        running = slots.Running(0, queue.waiting([f": {case}"]), 1.0)
         with monkeypatch.context() as patched:
-            patched.setattr(measure, "subprocess", types.SimpleNamespace(Popen=popen))
-            measure.work(queue, 60, [f": {case}"])
+            patched.setattr(job_queue, "subprocess", types.SimpleNamespace(Popen=popen))
+            slots.Slots(queue, 1, 1.0)._measure(queue, running, time.monotonic() + 60)
         assert given.pop() == expected and not given and is_free(path)
+
+
+PAIRS = """
+                if case[:4] in ("meet", "lone"):
+                    begun = options.output.parent.parent / "begun"
+                    begun.mkdir(exist_ok=True)
+                    (begun / case).touch()
+                    deadline = time.monotonic() + (20 if case[:4] == "meet" else 2)
+                    while len([*begun.iterdir()]) < 2 and time.monotonic() < deadline:
+                        time.sleep(0.1)
+                    both = len([*begun.iterdir()]) == 2
+                    if case[:4] == "lone":
+                        (begun / case).unlink()
+                    if both != (case[:4] == "meet"):
+                        sys.exit(f"{case} ran alone" if case[:4] == "meet" else f"{case} did not run alone")
+                time.sleep(CASES.get(case, (0, 0))[1])
+"""  # of the fake program: cases that another one has to run beside, and cases that none may
+
+
+@pytest.mark.parametrize("kind, shares", [("meet", True), ("lone", False)])
+def test_slots_measure_side_by_side(fake: Fake, kind: str, shares: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """But only programs that share the GPU. The output has the records and the ledger, and is gone on with."""
+    fake.cases = [f"{kind} {name}" for name in "cd"]
+    fake.edit(
+        "benchmarks/program.py", "time.sleep(CASES[case][1])", textwrap.indent(textwrap.dedent(PAIRS), " " * 8).strip()
+    )
+    commit = fake.commit()
+    output = fake.root / "measured"
+    queue = fake.queue(output, shares=shares)
+    if not shares:  # which would run in one process
+        alone = {"flag": "", "options": lambda name, records: ["--cases", name]}
+        queue.programs = [dataclasses.replace(one, **alone) for one in queue.programs]
+    assert measure.work(queue, 60, [f": {kind}"], slots=2) == 0, capsys.readouterr().out
+    found = json.loads((output / "gpu-program.json").read_text())["records"]
+    assert {record["name"]: record["commit"] for record in found}.items() >= dict.fromkeys(fake.cases, commit).items()
+    assert {record["name"] for record in found} == {"a", "b", *fake.cases}
+    ledger = {call["job"]: call for call in records.records_in(output / "gpu-queue.json")}
+    assert set(ledger) == {f"program: {case}" for case in fake.cases} and all(
+        "sources" in ledger[job] for job in ledger
+    )
+    assert {one.job.name for one in fake.queue(output, shares=shares).waiting()} == {"a", "b"}
+    assert f"all 2 records of gpu are of commit {commit[:7]}" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_in_a_slot_runs_again_alone(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.cases = ["bad", "a", "b"]
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(), 60, slots=2) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("program: bad: failed, status 1: ValueError: a bad case") == 2
+    assert printed.count("failed: program: bad:") == 1 and "left on gpu: 1 of 3 jobs" in printed
+    assert fake.reasons().keys() == {"bad"}
+
+
+def test_jobs_begin_where_they_fit(fake: Fake) -> None:
+    """The first one that fits, and nothing where there is no slot, no time and no memory."""
+    fake.cases = ["a", "b", "c"]
+    queue = fake.queue(shares=True)
+    waiting = [measure.Waiting(job, "", seconds) for job, seconds in zip(queue.jobs(), (10.0, 20.0, 10.0))]
+    for one, peak in zip(waiting, (10.0, 2.0, None)):
+        one.job.records[:] = [{"config": "baseline"}, {"config": "kernels", "peak_gb": peak}]
+    first, second, third = waiting
+    made = slots.Slots(queue, 2, 40.0)
+    needs = [made.needs_gb([one.job]) for one in waiting]
+    assert needs == pytest.approx([1.7 * 10 + 3, 1.7 * 2 + 3, 40 / 4])
+    assert slots.Slots(queue, 2, 8.0).needs_gb([first.job]) == 8.0  # alone on a GPU that may be too small
+
+    def begins(running: list[slots.Running], seconds: float = 60.0) -> tuple[Any, ...] | None:
+        found = made._next(waiting, running, 2, seconds)
+        return found and (found.slot, *found.batch)
+
+    assert begins([]) == (0, first) and begins([], 5.0) is None and begins([], 0.0) is None
+    assert begins([slots.Running(0, [third], 15.0)]) == (1, first)
+    assert begins([slots.Running(1, [third], 25.0)]) == (0, second)
+    assert begins([slots.Running(1, [third], 25.0)], 15.0) == (0, third)
+    assert begins([slots.Running(0, [third], 39.0)]) is None
+    assert begins([slots.Running(0, [third], 1.0), slots.Running(1, [second], 1.0)]) is None
+
+
+def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots.os, "sched_getaffinity", lambda process: {4, 5, 6, 7, 9})
+    assert slots.core_groups(2) == [[4, 5], [6, 7, 9]]
+    assert slots.core_groups(6)[0] == [4, 5, 6, 7, 9] and all(slots.core_groups(6))
+
+
+def test_an_interrupted_call_leaves_no_slot_behind(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.cases = ["slow", "slower"]
+    fake.edit("benchmarks/program.py", "CASES[case][1]", "60")
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        while len(started) < 2:
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    queue = fake.queue(shares=True)
+    queue.waiting()  # calls git
+    monkeypatch.setattr(job_queue.subprocess, "Popen", noted)
+    monkeypatch.setattr(slots, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure.work(queue, 60, slots=2)
+    assert [one.wait(10) for one in started if "program.py" in str(one.args)] == [-signal.SIGKILL] * 2
 
 
 def test_estimates_are_of_earlier_calls(fake: Fake) -> None:
