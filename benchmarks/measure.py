@@ -74,24 +74,24 @@ def machines_here() -> list[str]:
     return [name, "cuda", *([f"{name}x{count}"] if count > 1 else [])]
 
 
-def stale_builds(root: Path) -> list[str]:
-    """The variants in build/ that were made from other sources, or of another commit, which records would name."""
+def stale_builds(root: Path, device: str) -> list[str]:
+    """The variants for a device in build/ that were made from other sources, or of another commit.
+
+    Records would name the commit of the build.
+    """
     spec = importlib.util.spec_from_file_location("build_of_the_package", root / "tools/build.py")
     assert spec is not None and spec.loader is not None
     builder = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = builder
     spec.loader.exec_module(builder)
-    project = builder.load_project(root)
-    variants = [path.parent for path in sorted((root / "build").glob("*/metadata.json"))]
-    stale = [variant.name for variant in variants if builder.is_stale(project, variant)]
-    history = History(root)
-    if not history.is_whole:
-        return stale
-    head = history.git("rev-parse", "HEAD").strip()
-    for variant in variants:
-        made_of = json.loads((variant / "metadata.json").read_text()).get("provenance", {}).get("kernel", {})
-        if variant.name not in stale and made_of.get("commit", head) != head:
-            stale.append(variant.name)
+    project, history, stale = builder.load_project(root), History(root), []
+    head = history.git("rev-parse", "HEAD").strip() if history.is_whole else None
+    for path in sorted((root / "build").glob("*/metadata.json")):
+        metadata = json.loads(path.read_text())
+        commit = metadata.get("provenance", {}).get("kernel", {}).get("commit")
+        of_another = None not in (head, commit) and commit != head
+        if metadata["backend"]["type"] == device and (builder.is_stale(project, path.parent) or of_another):
+            stale.append(path.parent.name)
     return stale
 
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.slots < 1:
         parser.error(f"--slots: expected 1 or more, got {options.slots}")
     machines = [options.machine] if options.machine else machines_here()
-    if runs and (stale := stale_builds(REPOSITORY)):
+    if runs and (stale := stale_builds(REPOSITORY, "cpu" if machines == ["cpu"] else "cuda")):
         sys.exit(f"{', '.join(stale)}: made from other sources or of another commit; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
         output = options.output if runs else Path(folder)

@@ -739,7 +739,9 @@ def test_slots_measure_side_by_side(fake: Fake, kind: str, shares: bool, capsys:
     if not shares:  # which would run in one process
         alone = {"flag": "", "options": lambda name, records: ["--cases", name]}
         queue.programs = [dataclasses.replace(one, **alone) for one in queue.programs]
-    assert measure.work(queue, 60, [f": {kind}"], slots=2) == 0, capsys.readouterr().out
+    assert measure.work(queue, 60, [f": {kind}"], slots=2) == 0
+    printed = capsys.readouterr().out
+    assert "failed" not in printed
     found = json.loads((output / "gpu-program.json").read_text())["records"]
     assert {record["name"]: record["commit"] for record in found}.items() >= dict.fromkeys(fake.cases, commit).items()
     assert {record["name"] for record in found} == {"a", "b", *fake.cases}
@@ -748,7 +750,7 @@ def test_slots_measure_side_by_side(fake: Fake, kind: str, shares: bool, capsys:
         "sources" in ledger[job] for job in ledger
     )
     assert {one.job.name for one in fake.queue(output, shares=shares).waiting()} == {"a", "b"}
-    assert f"all 2 records of gpu are of commit {commit[:7]}" in capsys.readouterr().out
+    assert f"all 2 records of gpu are of commit {commit[:7]}" in printed
 
 
 def test_a_job_that_fails_in_a_slot_runs_again_alone(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
@@ -939,7 +941,7 @@ def test_only_this_machine_can_be_measured() -> None:
 
 
 def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "stale_builds", lambda root: ["torch-cpu"])
+    monkeypatch.setattr(measure, "stale_builds", lambda *arguments: ["torch-cpu"])
     with pytest.raises(
         SystemExit, match=r"torch-cpu: made from other sources or of another commit; run python tools/build.py"
     ):
@@ -949,14 +951,16 @@ def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatc
 def test_builds_of_another_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their records would name it, although the benchmarks are of this one."""
     made = {path.parent.name: json.loads(path.read_text()) for path in REPOSITORY.glob("build/*/metadata.json")}
-    commits = {name: metadata["provenance"].get("kernel", {}).get("commit") for name, metadata in made.items()}
-    commits = {name: commit for name, commit in commits.items() if commit}
-    if not commits:
+    known = {name: metadata for name, metadata in made.items() if "kernel" in metadata["provenance"]}
+    if not known:
         pytest.skip("build/ was made without git")
-    for head in (*commits.values(), "f" * 40):
-        history = types.SimpleNamespace(is_whole=True, git=lambda *arguments, head=head: f"{head}\n")
-        monkeypatch.setattr(measure, "History", lambda root, history=history: history)
-        assert {name for name in commits if commits[name] != head} <= set(measure.stale_builds(REPOSITORY))
+    history = types.SimpleNamespace(is_whole=True, git=lambda *arguments: f"{'f' * 40}\n")
+    monkeypatch.setattr(measure, "History", lambda root: history)
+    for device in ("cpu", "cuda"):
+        of_another = {name for name, metadata in known.items() if metadata["backend"]["type"] == device}
+        assert (
+            of_another <= set(measure.stale_builds(REPOSITORY, device)) <= {name for name in made if device[:2] in name}
+        )
 
 
 PYTHON = "torch-ext/ltx_kernels/integrations/engine/sites.py"
