@@ -109,7 +109,7 @@ class Slots:
         while True:
             while found := self._next(waiting, running.values(), len(queues), deadline - time.monotonic()):
                 waiting = [one for one in waiting if one not in found.batch]
-                others = f" and {len(found.batch) - 1} others" if found.batch[1:] else ""
+                others = f" and {len(found.batch) - 1} more" if found.batch[1:] else ""
                 print(
                     f"{found.batch[0].job.title}{others}: slot {found.slot + 1}, {found.memory_gb:.0f} GiB", flush=True
                 )

@@ -94,6 +94,13 @@ TOOL_DEFECTS = [
         "fp8_written::test_halves_that_change_places",
     ),
     defect(
+        "a hook on loading that stays after weights are held again",
+        ENGINE + "linear/fp8_weights.py",
+        'place of the stock weight."""\n    remove_hooks(linear)\n',
+        'place of the stock weight."""\n',
+        "fp8_written::test_loading_after_weights_were_brought_back",
+    ),
+    defect(
         "a stock weight that an interrupt loses on its way back",
         ENGINE + "linear/fp8_weights.py",
         "    version = Version(weight, stock)\n",
