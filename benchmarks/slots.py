@@ -2,7 +2,7 @@
 
 A slot has its part of the cores and runs one program at a time, in a folder of its own. Programs that share the GPU
 (benchmarks/sharing.py) compile side by side, and one of them uses it at a time. Of the others one runs at a time, with
-the GPU to itself. What has been measured is in the output's files at once, as without slots.
+the GPU to itself. What a program has measured is in the output's files when the program has ended.
 
 A job begins when a slot is free and the GPU has memory for it beside the jobs that run. How much it needs follows from
 the largest peak of its records, of one configuration: a program keeps several. A job that fails runs once more at the
@@ -109,10 +109,8 @@ class Slots:
         while True:
             while found := self._next(waiting, running.values(), len(queues), deadline - time.monotonic()):
                 waiting = [one for one in waiting if one not in found.batch]
-                others = f" and {len(found.batch) - 1} more" if found.batch[1:] else ""
-                print(
-                    f"{found.batch[0].job.title}{others}: slot {found.slot + 1}, {found.memory_gb:.0f} GiB", flush=True
-                )
+                name = found.batch[0].job.title + (f" and {len(found.batch) - 1} more" if found.batch[1:] else "")
+                print(f"{name}: slot {found.slot + 1}, {found.memory_gb:.0f} GiB", flush=True)
                 running[pool.submit(self._measure, queues[found.slot], found, deadline)] = found
             if not running:
                 return
