@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors.torch")
 accelerate = pytest.importorskip("accelerate")
-from test_families import cast, every_changed_family, make, run  # noqa: E402
+from test_families import FAMILIES, cast, every_changed_family, make, run  # noqa: E402
 from test_integration import LAYERS, make_inputs, make_model, patched  # noqa: E402
 from test_integration_fp8 import LINEARS  # noqa: E402
 
@@ -145,6 +145,21 @@ def test_families(ltx: ModuleType, device: str, family: Any, tmp_path: Path) -> 
         report = ltx.optimize(loaded, precision="fp8", weights=tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(run(loaded, inputs), want))
     assert report.left_alone == first.left_alone and "torch.Linear" not in report.fallbacks
+
+
+def test_a_table_in_the_dtype_of_the_model(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    """A model that is made without data has a table in float32, which from_pretrained casts."""
+    family = FAMILIES["sd3"]
+    inputs = cast(family.inputs(1), device, torch.bfloat16)
+    model = make(family, device, torch.bfloat16)
+    assert model.pos_embed.pos_embed.dtype == torch.bfloat16
+    ltx.optimize(model, precision="fp8").save_weights(tmp_path)
+    loaded = empty_like(model)
+    assert loaded.pos_embed.pos_embed.dtype == torch.float32 and loaded.pos_embed.pos_embed.device.type != "meta"
+    with torch.device(device):
+        ltx.optimize(loaded, precision="fp8", weights=tmp_path)
+    assert loaded.pos_embed.pos_embed.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(run(loaded, inputs), run(model, inputs)))
 
 
 def test_skip_is_saved(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:

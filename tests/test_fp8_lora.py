@@ -515,17 +515,64 @@ def test_kinds_of_adapters_that_read_and_merge_weights(
     assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
 
 
+@pytest.mark.parametrize("stock_weights", ["cpu", "beside"])
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_adapters_that_are_taken_from_the_weight(
-    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], init: str
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], init: str, stock_weights: str
 ) -> None:
     reference = copy.deepcopy(model)
-    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
     for part in reference, model:
         torch.manual_seed(5)
         part.add_adapter(peft.LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS, init_lora_weights=init))
     assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.03
     assert report.fallbacks == {}  # the weights are quantised again, and no product is of the stock ones
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_are_taken_from_a_freed_weight(ltx: ModuleType, model: nn.Module, init: str) -> None:
+    ltx.optimize(model, precision="fp8", stock_weights="free")
+    with pytest.raises(RuntimeError, match=f"^{init}: expected stock weights, which are freed"):
+        model.add_adapter(peft.LoraConfig(r=8, target_modules=TARGETS, init_lora_weights=init))
+
+
+def _fuse_and_unfuse(model: nn.Module) -> None:
+    add(model)
+    model.fuse_lora()
+    model.unfuse_lora()
+    model.unload_lora()
+
+
+def _convert_while_fused(model: nn.Module) -> None:
+    add(model)
+    model.fuse_lora()
+    model.to(torch.bfloat16)
+    model.unfuse_lora()
+    model.unload_lora()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "low"}, {"stock_weights": "beside"}], ids=str)
+@pytest.mark.parametrize("call", [_fuse_and_unfuse, _convert_while_fused, lambda model: model.fuse_qkv_projections()])
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float16, torch.bfloat16]], ids=str)
+def test_stock_weights_after_a_conversion(
+    ltx: ModuleType,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    call: Callable[[nn.Module], None],
+    dtypes: list[torch.dtype],
+) -> None:
+    """The fp8 values in a parameter are converted as well. They are no stock weight then."""
+    stock = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8", **options)
+    for m in (stock, model):
+        for dtype in dtypes:
+            m.to(dtype)
+        call(m)
+    assert distance(model(**inputs)[0], stock(**inputs)[0]) < 0.05
+    ltx.restore(model)
+    for name, tensor in stock.state_dict().items():  # float16 rounds what is near to 0
+        assert torch.allclose(model.state_dict()[name], tensor, rtol=0, atol=1e-6), name
 
 
 def test_adapters_beside_freed_weights_are_saved(

@@ -8,11 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..._checks import RMS
 from ..blocks.gated_mlp import SILU, kind_of
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.autocast import autocast_dtype
 from ..engine.code import patched
 from ..engine.guards import children, class_of, follows_shared, hooked, is_idle, submodule, why_not_norm_weight
+from ..engine.norm_forms import statistic
 from ..engine.sites import site_of
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
@@ -54,6 +56,8 @@ def _why_not_norms(spec: Attention, module: nn.Module) -> str:
         assert one is not None and other is not None
         if one.eps != other.eps:
             return f"{pair[0]} and {pair[1]} differ in eps"
+        if statistic(one) == RMS and any(norm._parameters.get("bias") is not None for norm in (one, other)):
+            return f"{pair[0]} or {pair[1]} has a bias"
     return ""
 
 

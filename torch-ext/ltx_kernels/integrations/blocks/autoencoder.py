@@ -32,6 +32,25 @@ OPS = {  # by the dimensions of the tensors
     5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify", "upsample_nearest"),
     4: ("group_norm", "group_norm_residual", "upsample_nearest", "unpatchify"),
 }
+# What children of these names are. Other classes without parameters are known too, and would pass for them.
+_PLACES: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "nonlinearity": (nn.SiLU,),
+    "conv_act": (nn.SiLU,),
+    "dropout": (nn.Dropout, nn.Identity),
+}
+
+
+def _misplaced(module: nn.Module) -> str:
+    """Which child was exchanged for a module of another kind; empty if none was."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        fits = isinstance(child, _PLACES[name]) if name in _PLACES else True
+        if not fits or (name.startswith("norm") and isinstance(child, (nn.SiLU, nn.Dropout, nn.Identity))):
+            return f"{name} is {class_of(child)}"
+    return ""
+
+
 TORCH_MODULES = frozenset(
     f"torch.nn.modules.{name}" for name in ("container.ModuleList", "conv.Conv3d", "dropout.Dropout", "activation.SiLU")
 )
@@ -227,6 +246,8 @@ class Autoencoder:
         for part in parts(module):
             if class_of(part) not in self.known:
                 return f"it holds a {class_of(part)}"
+            if misplaced := _misplaced(part):
+                return misplaced
         return self.why_not(module)
 
     def _why_not_state(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
@@ -239,6 +260,8 @@ class Autoencoder:
                 return f"a {type(part).__name__} {hooked(part)}"
             if class_of(part) not in self.known:
                 return f"it holds a {class_of(part)}"
+            if misplaced := _misplaced(part):
+                return misplaced
             if isinstance(part, nn.Dropout) and part.training and part.p > 0:
                 return "dropout is on"
             for name, parameter in part._parameters.items():

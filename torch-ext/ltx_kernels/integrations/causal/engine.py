@@ -261,7 +261,7 @@ def _attend(
         key, value = update(cache, key, value, module.layer_idx, options)
     if spec.shares and module.store_full_length_kv:
         arguments[spec.shares][module.layer_type] = key, value
-    home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
+    home: Any = sys.modules[site_of(module).cls.__module__]  # where the stock forward looks the functions up
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, home.eager_attention_forward
     )

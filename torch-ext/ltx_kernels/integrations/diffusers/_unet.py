@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...channels_last import upsample_nearest
 from ..blocks.image_module import ImageModule
 from ..blocks.images import Images, is_plain
+from ..engine.sites import site_of
 from ._resnet import MODELS, RESNET, UPSAMPLE, check_unet_resnet, doubles_pixels, unet_resnet, why_not_unet_resnet
 
 
@@ -63,7 +64,7 @@ def _transformer(
     output = h.upsampled(1)
     if not return_dict:
         return (output,)
-    return vars(sys.modules[type(self).__module__])["Transformer2DModelOutput"](sample=output)
+    return vars(sys.modules[site_of(self).cls.__module__])["Transformer2DModelOutput"](sample=output)
 
 
 def _rows(image: Tensor) -> Tensor:

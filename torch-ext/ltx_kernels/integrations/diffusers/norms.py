@@ -20,7 +20,7 @@ from ..linear.products import may_overwrite
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     site = site_of(self)
-    reason = why_not_norm_call(self, hidden_states, site.rounding)
+    reason = why_not_norm_call(self, hidden_states, site.rounding) or why_not_diffusers_rms_norm(self)
     if reason:
         return stock_forward(self, reason, hidden_states)
     site.count_call()

@@ -31,6 +31,7 @@ class NormModule(Protocol):
     eps: float | None
     _modules: dict[str, nn.Module | None]
     _parameters: dict[str, Tensor | None]
+    _buffers: dict[str, Tensor | None]
 
 
 def name_of(cls: type) -> str:
@@ -228,8 +229,8 @@ def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False
 
 def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
     """Why a norm's weight and bias cannot go with an input now; empty if they can. The last two as `why_not_tensor`."""
-    for name in ("weight", "bias"):  # as pruning, weight norm and some kinds of FSDP leave them
-        if isinstance(module.__dict__.get(name), Tensor):
+    for name in ("weight", "bias"):  # as pruning, weight norm, some kinds of FSDP and frozen buffers leave them
+        if isinstance(module.__dict__.get(name), Tensor) or module._buffers.get(name) is not None:
             return f"its {name} is no parameter"
     if "parametrizations" in module._modules:
         return "its weight is parametrized"

@@ -205,7 +205,7 @@ class File:
     def _expected(self, found: dict[str, Tensor]) -> dict[str, Expected]:
         """What the model needs, by name. Scales or a weight in e4m3fn say that the file has a layer in fp8."""
         expected: dict[str, Expected] = {}
-        held = held_dtypes(self.root)
+        held, on_meta = held_dtypes(self.root), is_on_meta(self.root)
         for slot in slots_of(self.root):
             shape, own = list(slot.tensor.shape), held.get(slot.name, slot.tensor.dtype)
             layers = {name[: -len(".weight")] for name in slot.names if name.endswith(".weight")}
@@ -215,8 +215,8 @@ class File:
                 for layer in layers & self.linears or layers:  # several may share a weight
                     expected[f"{layer}.weight"] = Expected(shape, (torch.float8_e4m3fn,))
                     expected[f"{layer}.{SCALES}"] = Expected(shape[:1], (torch.float32,))
-            elif slot.tensor.device.type == "meta" and own.is_floating_point:
-                # A model that is made without data has the default dtype, whatever it will run in.
+            elif (on_meta or slot.tensor.device.type == "meta") and own.is_floating_point:
+                # A model that is made without data has the default dtype, whatever it will run in. Its buffers, too.
                 expected[slot.name] = Expected(shape, tuple(dict.fromkeys((own, torch.bfloat16, torch.float32))))
             else:
                 expected[slot.name] = Expected(shape, (own,))
@@ -269,8 +269,8 @@ def _read(file: Any, slot: Slot) -> Tensor:
 
 
 def put(slot: Slot, new: Tensor) -> None:
-    """Gives a parameter or buffer new data: it stays the one that it is, unless it is on meta."""
-    if slot.tensor.device.type != "meta":
+    """Gives a parameter or buffer new data: it stays the one that it is, unless it is on another device, as on meta."""
+    if slot.tensor.device == new.device:
         slot.tensor.data = new
         return
     made = nn.Parameter(new, slot.tensor.requires_grad) if isinstance(slot.tensor, nn.Parameter) else new

@@ -101,6 +101,8 @@ def bring_back(linear: nn.Linear) -> None:
     _tell_peft(linear, False)
     remove_hooks(linear)
     guard_loading(linear)
+    if _is_converted(linear):
+        quantise_again(linear)
 
 
 def put_loaded_weights(
@@ -132,10 +134,21 @@ def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) ->
         start = end
 
 
+def _is_converted(linear: nn.Linear) -> bool:
+    """Whether a conversion of the model, such as ``model.to(dtype)``, converted an fp8 weight BESIDE, or its scales."""
+    values, scales = quantised_weight(linear)
+    return values.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32
+
+
 def quantise_again(linear: nn.Linear) -> None:
-    """Quantises the stock weight as it is now into the memory of the fp8 weight."""
-    for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
-        here.copy_(tensor)
+    """Quantises the stock weight as it is now into the memory of the fp8 weight; into new one if it `_is_converted`."""
+    quantised = quantize_weight(linear.weight.detach())
+    if _is_converted(linear):
+        for name, tensor in zip((VALUES, SCALES), quantised):
+            linear.register_buffer(name, tensor, persistent=False)
+    else:
+        for here, tensor in zip(quantised_weight(linear), quantised):
+            here.copy_(tensor)
     _note(linear)
     linear.__dict__[PARAMETER] = linear.weight
 
@@ -167,6 +180,8 @@ def free_weight(linear: nn.Linear) -> int:
 
 def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
+    if _is_converted(linear):
+        quantise_again(linear)
     remove_hooks(linear)
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)

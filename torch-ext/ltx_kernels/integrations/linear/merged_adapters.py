@@ -133,9 +133,21 @@ def _unmerge(self: nn.Module, *args: Any, **options: Any) -> None:
     follow_layer(self)
 
 
+def _reads_weights(args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """How new adapters are made, where that reads the stock weight, as PiSSA and OLoRA do; else empty."""
+    made = [
+        options.get("init_lora_weights"),
+        *(getattr(one, "init_lora_weights", None) for one in (*args, *options.values())),
+    ]
+    return next((one for one in made if isinstance(one, str) and one not in ("gaussian", "orthogonal", "eva")), "")
+
+
 def _update_layer(self: nn.Module, *args: Any, **options: Any) -> None:
     """In the place of a peft layer's ``update_layer``: some initial adapters, as PiSSA's, are taken from the weight."""
     linear = cast(nn.Linear, self._modules["base_layer"])
+    reads = _reads_weights(args, options)
+    if reads:
+        _bring_back(linear, reads, f"adapters of {reads} are taken from them")
     has_stock = not is_replaced(linear) and linear.weight.device.type != "meta"
     before = linear.weight.detach().clone() if has_stock else None
     cast(Any, type(self)).update_layer(self, *args, **options)
