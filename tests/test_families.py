@@ -1159,6 +1159,42 @@ def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: 
             m.set_submodule(f"{name}.{path}", old)
 
 
+def _with_weight_in_a_buffer(norm: nn.Module) -> None:
+    weight = norm._parameters.get("weight")
+    if weight is not None:
+        del norm.weight
+        norm.register_buffer("weight", 1.25 * weight.detach())
+
+
+def _with_bias(norm: nn.Module) -> None:
+    """As diffusers' RMSNorm may have one."""
+    has_one = type(norm).__name__ == "RMSNorm" and type(norm).__module__.startswith("diffusers.")
+    if has_one and norm.weight is not None:  # it is added after the weight
+        torch.manual_seed(2)
+        norm.bias = nn.Parameter(torch.randn(norm.dim, device=norm.weight.device), requires_grad=False)
+
+
+@pytest.mark.host
+@every_path
+@pytest.mark.parametrize("change", [_with_weight_in_a_buffer, _with_bias])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_other_tensors_of_norms(ltx: ModuleType, device: str, family: Family, change: Any, when: str) -> None:
+    """A norm has the weight that its class reads, wherever that is, and the bias."""
+    model, stock_model = make(family, device), make(family, device)
+    inputs = cast(family.inputs(1), device, torch.float32)
+    if when == "after":
+        ltx.optimize(model)
+        run(model, inputs)
+    form_of = ltx.integrations.engine.norm_forms.form_of
+    for m in (model, stock_model):
+        for module in m.modules():
+            if form_of(module) is not None:
+                change(module)
+    if when == "before":
+        ltx.optimize(model)
+    assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE * family.magnifies
+
+
 @pytest.mark.parametrize("change", ["fewer tokens", "a larger image"])
 def test_tables_with_more_rows_than_both_streams(ltx: ModuleType, device: str, change: str) -> None:
     """As in the stock model an error, in recorded calls too: a part of the table would fit each stream."""

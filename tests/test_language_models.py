@@ -384,6 +384,40 @@ def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -
     assert "no plain nn.Linear" in str(report) or case.family == "Phi3"  # which has packed weights of its own
 
 
+@pytest.mark.host
+@every_case
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_norm_weights_in_buffers(ltx: ModuleType, device: str, case: Case, when: str) -> None:
+    model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
+    if when == "after":
+        ltx.optimize(model)
+        model(ids)
+    form_of = ltx.integrations.engine.norm_forms.form_of
+    for m in (model, stock_model):
+        for module in m.modules():
+            weight = module._parameters.get("weight") if form_of(module) is not None else None
+            if weight is not None:
+                del module.weight
+                module.register_buffer("weight", 2 * weight.detach())
+    if when == "before":
+        ltx.optimize(model)
+    assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE
+
+
+@pytest.mark.host
+@every_case
+def test_attention_of_a_class_made_later(ltx: ModuleType, device: str, case: Case) -> None:
+    """As FSDP makes one of a module's class, in a module of its own."""
+    model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
+    ltx.optimize(model)
+    for m in (model, stock_model):
+        for layer in text_model(m).layers:
+            if hasattr(layer, "self_attn"):
+                cls = type(layer.self_attn)
+                layer.self_attn.__class__ = type("Sharded", (cls,), {"__module__": __name__})
+    assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE
+
+
 def _tensor_parallel(rank: int, world: int, port: int, build: str, folder: str) -> None:
     """One of two processes that share the weights of a model in `folder`."""
     ltx = join_ranks(rank, world, port, build)

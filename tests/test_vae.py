@@ -380,6 +380,36 @@ def test_gradients_of_parameters(ltx, device):
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "kind, path, name, make",
+    [
+        ("ltx 0.9.5", "", "conv_act", nn.Dropout),
+        ("ltx 0.9.5", "mid_block.resnets.0", "nonlinearity", nn.Dropout),
+        ("ltx 0.9.5", "mid_block.resnets.0", "dropout", nn.SiLU),
+        ("ltx 0.9.5", "mid_block.resnets.0", "norm1", nn.SiLU),
+        ("wan 2.1", "", "nonlinearity", nn.Identity),
+        ("wan 2.1", "mid_block.resnets.0", "norm1", nn.Identity),
+        ("wan 2.1", "mid_block.resnets.0", "dropout", nn.Identity),
+    ],
+)
+def test_exchanged_modules_without_parameters(ltx, device, when, kind, path, name, make):
+    """Each is of a class that the decoder has elsewhere."""
+    vae, stock = make_vae(kind, device, torch.float32), make_vae(kind, device, torch.float32)
+    if when == "after":
+        ltx.optimize(vae)
+        decode(vae)
+    for one in (vae, stock):
+        setattr(one.decoder.get_submodule(path), name, make())
+        one.eval()
+    report = ltx.optimize(vae) if when == "before" else None
+    assert error(decode(vae), decode(stock).double()) < 1e-5
+    if report is not None:
+        exchanged = name != "dropout" or make is not nn.Identity
+        assert ("decoder" in report.left_alone) == exchanged
+
+
+@pytest.mark.host
 def test_other_structures_are_left_alone(ltx, device):
     vae = make_vae("ltx 0.9.5", device, torch.float32)
     vae.decoder.conv_act = nn.GELU()
