@@ -536,23 +536,28 @@ def test_adapters_that_are_taken_from_a_freed_weight(ltx: ModuleType, model: nn.
         model.add_adapter(peft.LoraConfig(r=8, target_modules=TARGETS, init_lora_weights=init))
 
 
-def _fuse_and_unfuse(model: nn.Module) -> None:
+def _fuse(model: nn.Module) -> None:
     add(model)
     model.fuse_lora()
+
+
+def _fuse_and_unfuse(model: nn.Module) -> None:
+    _fuse(model)
     model.unfuse_lora()
     model.unload_lora()
 
 
 def _convert_while_fused(model: nn.Module) -> None:
-    add(model)
-    model.fuse_lora()
+    _fuse(model)
     model.to(torch.bfloat16)
     model.unfuse_lora()
     model.unload_lora()
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "low"}, {"stock_weights": "beside"}], ids=str)
-@pytest.mark.parametrize("call", [_fuse_and_unfuse, _convert_while_fused, lambda model: model.fuse_qkv_projections()])
+@pytest.mark.parametrize(
+    "call", [_fuse, _fuse_and_unfuse, _convert_while_fused, lambda model: model.fuse_qkv_projections()]
+)
 @pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float16, torch.bfloat16]], ids=str)
 def test_stock_weights_after_a_conversion(
     ltx: ModuleType,

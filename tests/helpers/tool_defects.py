@@ -94,14 +94,7 @@ TOOL_DEFECTS = [
         "fp8_written::test_halves_that_change_places",
     ),
     defect(
-        "converted fp8 values that become a stock weight when adapters are fused and taken out",
-        ENGINE + "linear/fp8_weights.py",
-        "    guard_loading(linear)\n    if _is_converted(linear):\n",
-        "    guard_loading(linear)\n    if False:\n",
-        "fp8_lora::test_stock_weights_after_a_conversion",
-    ),
-    defect(
-        "fp8 values that are converted while adapters are fused, as the data of a parameter",
+        "converted fp8 values that become a stock weight when adapters are taken out",
         ENGINE + "linear/fp8_weights.py",
         'place of the stock weight."""\n    if _is_converted(linear):\n',
         'place of the stock weight."""\n    if False:\n',

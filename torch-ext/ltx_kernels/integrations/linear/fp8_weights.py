@@ -101,8 +101,6 @@ def bring_back(linear: nn.Linear) -> None:
     _tell_peft(linear, False)
     remove_hooks(linear)
     guard_loading(linear)
-    if _is_converted(linear):
-        quantise_again(linear)
 
 
 def put_loaded_weights(
