@@ -414,7 +414,7 @@ def test_other_structures_are_left_alone(ltx, device):
     vae = make_vae("ltx 0.9.5", device, torch.float32)
     vae.decoder.conv_act = nn.GELU()
     report = ltx.optimize(vae)
-    assert report.left_alone == {"decoder": "it holds a torch.nn.modules.activation.GELU"}
+    assert report.left_alone == {"decoder": "conv_act is torch.nn.modules.activation.GELU"}
     assert report.replaced == {"diffusers.LTXVideoEncoder3d": 1}
     vae.encoder.conv_in.conv = nn.Conv3d(48, 8, 3, padding=(0, 1, 1), dilation=(1, 2, 2))
     with pytest.warns(UserWarning, match="nothing was replaced"):

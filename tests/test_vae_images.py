@@ -448,7 +448,7 @@ def test_other_structures_are_left_alone(ltx, device):
         return lambda decoder: setattr(decoder.get_submodule(path), name, value)
 
     resnet, attn, up = "up_blocks.0.resnets.0", "mid_block.attentions.0", "up_blocks.0.upsamplers.0"
-    assert why(set_attribute("", "conv_act", nn.GELU())) == "it holds a torch.nn.modules.activation.GELU"
+    assert why(set_attribute("", "conv_act", nn.GELU())) == "conv_act is torch.nn.modules.activation.GELU"
     for name, value in (("output_scale_factor", 2.0), ("upsample", lambda x: x)):
         assert "change the size or the scale" in why(set_attribute(resnet, name, value))
     assert why(set_attribute(resnet, "time_emb_proj", nn.Linear(4, 64))) == "its blocks take a timestep"
