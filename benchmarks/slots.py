@@ -26,20 +26,20 @@ from records import Job
 from sharing import Lock
 from take import take_files
 
-PEAKS, REST_GB = 1.7, 3.0  # what programs took on an H200 beside the largest peak_gb of their records: 1.6 to 1.9 of it
+PEAKS, REST_GB = 1.7, 3.0  # a guess: so many times the largest peak_gb of its records, and so much more
 SHARE = 4  # a job whose peak is not known counts as a fourth of the memory
 KEPT_GB = 6.0  # of the GPU's memory, for the contexts of the programs
 
 
 def free_gb() -> float:
-    """The memory for jobs: that of the GPU, or of a machine without one."""
+    """Returns how many GiB the jobs can use: of the GPU, or of the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[1] / 2**30 - KEPT_GB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def core_groups(count: int) -> list[list[int]]:
-    """This process's cores in as many groups, all of which have one at least."""
+    """Divides the cores of this process into `count` groups. A group that would be empty gets all cores."""
     cores = sorted(os.sched_getaffinity(0))
     return [cores[i * len(cores) // count : (i + 1) * len(cores) // count] or cores for i in range(count)]
 
@@ -119,7 +119,7 @@ class Slots:
                 done, failures = future.result()
                 failed |= failures
                 self._keep(queues[ended.slot], [one.job for one in ended.batch])
-                if failures:  # a program ends with its first failure
+                if failures:  # the program may have ended there, and the other jobs of its batch wait again
                     waiting += [one for one in ended.batch if one.job.title not in done | failures.keys()]
 
     def _next(

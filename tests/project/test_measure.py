@@ -122,12 +122,14 @@ FILES = {
     "torch-ext/ltx_kernels/rope.py": '_rope = op("rope")\n\n\ndef rope_1d(x):\n    return _rope(x)\n',
     "benchmarks/shared.py": "def helper():\n    return 1\n\n\ndef other():\n    return 2\n",
     "benchmarks/result_files.py": "def save(path, text):\n    path.write_text(text)\n",
+    "benchmarks/sharing.py": "def share():\n    return 1\n",
     # Writes after each case, as the real programs do. A case may fail, or take its time.
     "benchmarks/program.py": '''
         """A program."""
         import argparse, json, pathlib, sys, time
         from result_files import save
         from shared import helper
+        from sharing import share
 
         CASES = {
             "a": ("rmsnorm", 0),
@@ -143,7 +145,7 @@ FILES = {
             parser.add_argument("--cases", nargs="+")
             parser.add_argument("--output", type=pathlib.Path)
             options = parser.parse_args()
-            helper()
+            helper(), share()
             for case in options.cases:
                 print(case, "begins")
                 if case == "bad":
@@ -294,6 +296,7 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
         ),
         ("torch-ext/ltx_kernels/_words.py", "without code", "of words"),
         ("benchmarks/result_files.py", "text)\n", "text + '')\n"),
+        ("benchmarks/sharing.py", "return 1", "return 2"),
         ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
         ("torch-ext/ltx_kernels/_checks.py", "raise TypeError(x)", "raise ValueError(x)"),
         ("torch-ext/ltx_kernels/_torch_private.py", '"replicate"', '"copy"'),
