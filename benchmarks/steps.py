@@ -120,6 +120,14 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def warm_up(step: Step, seconds: float) -> None:
+    """Runs steps on the GPU for so long, at least one unless it is 0."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        step()
+        torch.cuda.synchronize()
+
+
 def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S) -> list[float]:
     """Milliseconds of each; on a GPU device time, launched ahead."""
     if device != "cuda":
@@ -132,10 +140,7 @@ def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    start = time.perf_counter()
-    while time.perf_counter() - start < warm_up_s:
-        step()
-        torch.cuda.synchronize()
+    warm_up(step, warm_up_s)
     for _ in range(STEPS_AHEAD if steps > 1 else 0):
         step()
     events[0].record()
@@ -159,17 +164,20 @@ def as_graph(step: Step) -> Step:
     return replay
 
 
-def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def kernel_times(
+    step: Step, steps: int = PROFILED_STEPS, running: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches).
 
-    Of steps that follow one another: alone, a step finds a cooler chip and a higher clock.
+    Of steps that follow one another: alone, a step finds a cooler chip and a higher clock. `running` is called when all
+    steps are launched, while the last ones run.
     """
-    for _ in range(steps):
-        step()
+    warm_up(step, WARM_UP_S)
     # Events of the host are left out, since nothing here reads them.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()
+        running()
         torch.cuda.synchronize()
     by_name: dict[str, list[float]] = defaultdict(list)
     with released():
@@ -187,15 +195,11 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
     return {kind: round(ms, 3) for kind, ms in by_kind.items()}, kernels
 
 
-def clock_and_power(step: Step, steps: int) -> dict[str, float]:
-    """The multiprocessors' clock and the power while steps run; nothing where the package pynvml is missing."""
+def clock_and_power() -> dict[str, float]:
+    """The multiprocessors' clock and the power, over up to a second; nothing where the package pynvml is missing."""
     if importlib.util.find_spec("pynvml") is None:
         return {}
-    for _ in range(3 * steps):  # the sensors average over up to a second; the last steps run when all are launched
-        step()
-    found = {"clock_mhz": torch.cuda.clock_rate(), "power_w": round(torch.cuda.power_draw() / 1000, 1)}
-    torch.cuda.synchronize()
-    return found
+    return {"clock_mhz": torch.cuda.clock_rate(), "power_w": round(torch.cuda.power_draw() / 1000, 1)}
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -235,11 +239,10 @@ def prepare(made: nn.Module, step: Step, start: float, device: str) -> Measured:
 def profile(measured: Measured, steps: int) -> None:
     """Adds what a step's kernels take to a configuration's record; a model of thousands of kernels needs seconds."""
     record = measured.record
-    by_kind, record["kernels"] = kernel_times(measured.step, steps)
+    by_kind, record["kernels"] = kernel_times(measured.step, steps, lambda: record.update(clock_and_power()))
     # Of the step as it was timed: under the profiler the host is slower, and the device waits for it.
     idle = max(0.0, record["step_ms"] - sum(by_kind.values()))
     record["ms_by_kind"] = {**by_kind, "idle": round(idle, 3)}
-    record |= clock_and_power(measured.step, steps)
 
 
 def measure(
