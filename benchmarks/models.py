@@ -42,7 +42,7 @@ from result_files import DTYPES, earlier_records, of_the_run, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from sharing import share
+from sharing import give_turn, share
 from steps import (
     COLUMNS,
     CONFIGS,
@@ -117,6 +117,7 @@ def denoise(model: nn.Module, inputs: Inputs, steps: int) -> Tensor:
     key, start = next(iter(inputs.items()))
     latents = floats(start)
     for _ in range(steps):
+        give_turn()
         given = [x.to(like.dtype) for x, like in zip(latents, start)] if isinstance(start, list) else latents.to(start)
         result = model(**{**inputs, key: given}, return_dict=False)[0]
         if isinstance(latents, list):

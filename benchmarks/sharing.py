@@ -2,9 +2,10 @@
 
 Most of the time of a benchmark of a whole model is torch.compile's, which needs the host alone. `measure.py
 --slots N` starts programs that call `share` before they use the GPU. A program that has the lock of a file has the GPU
-to itself. It gives the lock away while torch.compile traces and compiles, and takes it again for torch.compile's own
-timings, by which it chooses among kernels. What a program times is therefore timed on a GPU that no other program uses.
-How long compiling took is not known then, since the program also waited for the others.
+to itself. It gives the lock away while libraries are imported and while torch.compile traces and compiles. It takes the
+lock again for torch.compile's own timings, by which it chooses among kernels. Between its own timings it gives the
+others a turn. What a program times is therefore timed on a GPU that no other program uses. How long compiling took is
+not known then, since the program also waited for the others.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib
+import importlib.util
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +25,8 @@ from typing import IO, Any
 import torch
 
 VARIABLE = "LTX_BENCHMARKS_LOCK"  # the lock file's path, from measure.py to the programs that it starts
-
+LIBRARIES = ("diffusers", "transformers")  # that import the modules of a model when its class is asked for
+TURN_S = 0.01  # a program that takes the lock again at once is faster than those that wait for it
 
 _shared: list[Lock] = []  # what `share` took
 
@@ -72,19 +77,34 @@ def released() -> contextlib.AbstractContextManager[None]:
     return _shared[0].released() if _shared else contextlib.nullcontext()
 
 
+def give_turn() -> None:
+    """Lets those that wait for the GPU use it first. What follows warms the GPU up by itself, or times nothing."""
+    if _shared:
+        with released():
+            time.sleep(TURN_S)
+
+
 def share() -> None:
-    """Takes the GPU until this process ends, but for the times in which torch.compile traces and compiles.
+    """Takes the GPU until this process ends, but for imports and the times in which torch.compile traces and compiles.
 
     Nothing where `is_shared` is False. torch.compile has no public way to learn when it compiles and when it times.
     """
     if not is_shared():
         return
     from torch._dynamo import convert_frame
-    from torch._inductor.runtime import benchmarking
+    from torch._inductor.runtime import benchmarking, compile_tasks
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
+    # The workers of torch.compile compile with the ptxas of torch. This process would have that of Triton, whose
+    # kernels count as others: "max-autotune" would compile all of them again, one by one, while it has the GPU.
+    compile_tasks._set_triton_ptxas_path()
     lock = Lock(Path(os.environ[VARIABLE]))
+    lazy = [
+        (importlib.import_module(f"{library}.utils.import_utils")._LazyModule, "_get_module", lock.released)
+        for library in LIBRARIES
+        if importlib.util.find_spec(library)
+    ]
 
     def within(
         block: Callable[[], contextlib.AbstractContextManager[None]], function: Callable[..., Any]
@@ -100,6 +120,7 @@ def share() -> None:
     # Each is called for its work alone, and none in the steps that are timed. "max-autotune" times all kernels for a
     # product in one turn: with a turn for each, it would wait dozens of times.
     for owner, name, block in (
+        *lazy,
         (convert_frame, "_compile", lock.released),
         (CoordescTuner, "autotune", lock.released),
         (AlgorithmSelectorCache, "benchmark_choices", lock.held),

@@ -141,7 +141,27 @@ def parsed(text: str) -> ast.Module:
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 node.body = node.body[1:] or [ast.Pass()]
     before = _names_in(module)
-    return _without_unused(_WithoutErrors(before).visit(module), before)
+    return _without_unused(_WithoutErrors(before).visit(_WithoutApart(module).visit(module)), before)
+
+
+class _WithoutApart(ast.NodeTransformer):
+    """Takes out calls, alone or of a ``with``, of what a module imports from the files in APART."""
+
+    def __init__(self, module: ast.Module) -> None:
+        apart = {Path(path).stem for path in APART}
+        imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module in apart]
+        self.names = {one.asname or one.name for node in imports for one in node.names}
+
+    def _is_apart(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.names
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if self._is_apart(node.value) else node
+
+    def visit_With(self, node: ast.With) -> ast.With | list[ast.stmt]:
+        self.generic_visit(node)
+        node.items = [item for item in node.items if item.optional_vars or not self._is_apart(item.context_expr)]
+        return node if node.items else node.body
 
 
 class _WithoutErrors(ast.NodeTransformer):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sharing import is_shared, released
+from sharing import give_turn, is_shared, released
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
@@ -140,6 +140,7 @@ def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    give_turn()
     warm_up(step, warm_up_s)
     for _ in range(STEPS_AHEAD if steps > 1 else 0):
         step()
@@ -172,6 +173,7 @@ def kernel_times(
     Of steps that follow one another: alone, a step finds a cooler chip and a higher clock. `running` is called when all
     steps are launched, while the last ones run.
     """
+    give_turn()
     warm_up(step, WARM_UP_S)
     # Events of the host are left out, since nothing here reads them.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -265,6 +267,7 @@ def measure(
     all_measured: dict[str, Measured] = {}
     for config in configs:
         synchronize(device)
+        give_turn()
         start = time.perf_counter()
         try:
             made = make(config)

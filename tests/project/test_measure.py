@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import shutil
@@ -145,7 +146,8 @@ FILES = {
             parser.add_argument("--cases", nargs="+")
             parser.add_argument("--output", type=pathlib.Path)
             options = parser.parse_args()
-            helper(), share()
+            helper()
+            share()
             for case in options.cases:
                 print(case, "begins")
                 if case == "bad":
@@ -267,6 +269,7 @@ def fake(tmp_path: Path) -> Fake:
         ("torch-ext/ltx_kernels/_torch_private.py", "from torch.autograd", "from torch.func"),
         ("torch-ext/ltx_kernels/_torch_private.py", "import _pytree", "import pytree"),
         ("benchmarks/shared.py", "return 1", "return 3"),
+        ("benchmarks/program.py", "    helper()\n", "    helper(share())\n"),
         ("build.toml", '"kernel_src/ltx/rows.cuh"', '"kernel_src/ltx/rows.cuh", "kernel_src/rope.cu"'),
     ],
 )
@@ -297,6 +300,8 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
         ("torch-ext/ltx_kernels/_words.py", "without code", "of words"),
         ("benchmarks/result_files.py", "text)\n", "text + '')\n"),
         ("benchmarks/sharing.py", "return 1", "return 2"),
+        ("benchmarks/program.py", "    share()\n", ""),
+        ("benchmarks/program.py", "    helper()\n", "    with share():\n        helper()\n"),
         ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
         ("torch-ext/ltx_kernels/_checks.py", "raise TypeError(x)", "raise ValueError(x)"),
         ("torch-ext/ltx_kernels/_torch_private.py", '"replicate"', '"copy"'),
@@ -306,7 +311,7 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
     ],
 )
 def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None:
-    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table, the writing.
+    """Comments, docstrings, other kernels, other functions of shared files, other entries, the writing, the sharing.
 
     And what no op call on a GPU runs: checks that it does not import, and fakes. And what can only raise.
     """
@@ -644,44 +649,94 @@ def test_one_program_at_a_time_has_the_gpu(tmp_path: Path) -> None:
     assert is_free(path)
 
 
-def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not while it times kernels, which it does within its compiling and its tuning."""
+def test_others_get_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that waits gets the lock at the first call, though the other one takes it again."""
+    path, lock = tmp_path / "lock", sharing.Lock(tmp_path / "lock")
+    monkeypatch.setattr(sharing, "_shared", [])
+    sharing.give_turn()  # of a program that does not share
+    monkeypatch.setattr(sharing, "_shared", [lock])
+    monkeypatch.setattr(sharing, "TURN_S", 1.0)
+    script = "import fcntl, sys; print('waits', flush=True); fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX)"
+    with lock.held():
+        waiting = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE)
+        assert waiting.stdout and waiting.stdout.readline() == b"waits\n"
+        time.sleep(0.2)
+        assert waiting.poll() is None
+        sharing.give_turn()
+        assert waiting.wait(20) == 0 and not is_free(path)
+    assert is_free(path)
+
+
+@pytest.fixture
+def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock's file of a program that shares the GPU. What `share` replaces is put back when the test ends."""
     from torch._dynamo import convert_frame
+    from torch._inductor.runtime import benchmarking
+    from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+    lazy = [importlib.import_module(f"{name}.utils.import_utils")._LazyModule for name in sharing.LIBRARIES]
+    for owner, name in (
+        *((owner, "_get_module") for owner in lazy),
+        (convert_frame, "_compile"),
+        (CoordescTuner, "autotune"),
+        (AlgorithmSelectorCache, "benchmark_choices"),
+        (type(benchmarking.benchmarker), "benchmark_gpu"),
+    ):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    monkeypatch.setattr(sharing, "_shared", [])
+    monkeypatch.setenv(sharing.VARIABLE, str(tmp_path / "lock"))
+    return tmp_path / "lock"
+
+
+def test_others_have_the_gpu_while_libraries_are_imported(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers and transformers import what a model needs when its class is asked for."""
+    found = []
+    lazy = [importlib.import_module(f"{name}.utils.import_utils")._LazyModule for name in sharing.LIBRARIES]
+    for one in lazy:
+        monkeypatch.setattr(one, "_get_module", lambda module, name: found.append(is_free(lock_file)))
+    sharing.share()
+    for one in lazy:
+        one("a_library", "a_library.py", {})._get_module("a_model")
+        assert not is_free(lock_file)
+    assert found == [True] * 2
+
+
+def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while it times kernels, which it does within its compiling and its tuning."""
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-    path, found = tmp_path / "lock", []
+    found = []
     timer = type(benchmarking.benchmarker)
 
     def times(*arguments: Any) -> None:
-        found.append(("times", is_free(path)))
+        found.append(("times", is_free(lock_file)))
 
     def compiles(graph: Any, *arguments: Any) -> Any:
-        found.append(("compiles", is_free(path)))
+        found.append(("compiles", is_free(lock_file)))
         benchmarking.benchmarker.benchmark_gpu()
-        found.append(("compiles", is_free(path)))
+        found.append(("compiles", is_free(lock_file)))
         return graph
 
     monkeypatch.setattr(timer, "benchmark_gpu", times)
-    monkeypatch.setattr(convert_frame, "_compile", convert_frame._compile)  # `share` replaces it
     monkeypatch.setattr(CoordescTuner, "autotune", compiles)
     monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_choices", classmethod(times))
-    monkeypatch.setattr(sharing, "_shared", [])
-    monkeypatch.delenv(sharing.VARIABLE, raising=False)
+    monkeypatch.delenv(sharing.VARIABLE)
     sharing.share()
     with sharing.released():
-        assert CoordescTuner.autotune is compiles and not path.exists()
-    monkeypatch.setenv(sharing.VARIABLE, str(path))
+        assert CoordescTuner.autotune is compiles and not lock_file.exists()
+    monkeypatch.setenv(sharing.VARIABLE, str(lock_file))
     sharing.share()
-    assert not is_free(path)
+    assert not is_free(lock_file)
     with sharing.released():
-        assert is_free(path)
+        assert is_free(lock_file)
     for call in (torch.compile(lambda x: x + 1, backend=compiles), CoordescTuner.autotune):
         call(torch.ones(2))
         assert found == [("compiles", True), ("times", False), ("compiles", True)]
-        assert not is_free(path)
+        assert not is_free(lock_file)
         found.clear()
     with sharing.released():
         AlgorithmSelectorCache.benchmark_choices([])
