@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -141,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machines = [options.machine] if options.machine else machines_here()
     if runs and (stale := stale_builds(REPOSITORY, "cpu" if machines == ["cpu"] else "cuda")):
         sys.exit(f"{', '.join(stale)}: made from other sources or of another commit; run python tools/build.py")
+    if runs:  # the programs that run are ended, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
         output = options.output if runs else Path(folder)
         queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, PROGRAMS, options.share)

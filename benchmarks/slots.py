@@ -5,8 +5,7 @@ A slot has its part of the cores and runs one program at a time, in a folder of 
 the GPU to itself. What a program has measured is in the output's files when the program has ended.
 
 A job begins when a slot is free and the GPU has memory for it beside the jobs that run. How much it needs follows from
-the largest peak of its records, of one configuration: a program keeps several. A job that fails runs once more at the
-end, alone.
+the peaks of its records. A job that fails runs once more at the end, alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from records import Job
 from sharing import Lock
 from take import take_files
 
-PEAKS, REST_GB = 1.7, 3.0  # a guess: so many times the largest peak_gb of its records, and so much more
+PEAKS, REST_GB = 1.2, 5.0  # what a program needs: so many times its peaks, and so much more
 SHARE = 4  # a job whose peak is not known counts as a fourth of the memory
 KEPT_GB = 6.0  # of the GPU's memory, for the contexts of the programs
 
@@ -67,8 +66,15 @@ class Slots:
         self.queue, self.count, self.memory_gb = queue, count, memory_gb
 
     def needs_gb(self, jobs: Sequence[Job]) -> float:
-        peaks = [record["peak_gb"] for job in jobs for record in job.records if record.get("peak_gb")]
-        needed = PEAKS * max(peaks) + REST_GB if peaks else self.memory_gb / SHARE
+        """How much of the GPU's memory a program of these jobs needs.
+
+        Its configurations share one set of weights, but for torchao's, which it keeps beside them.
+        """
+        peaks = {False: 0.0, True: 0.0}
+        for record in (record for job in jobs for record in job.records if record.get("peak_gb")):
+            apart = str(record.get("config")).startswith("torchao")
+            peaks[apart] = max(peaks[apart], record["peak_gb"])
+        needed = PEAKS * sum(peaks.values()) + REST_GB if any(peaks.values()) else self.memory_gb / SHARE
         return min(needed, self.memory_gb)
 
     def work(self, seconds: float, only: Sequence[str] = ("",)) -> dict[str, str]:

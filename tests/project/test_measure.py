@@ -829,10 +829,11 @@ def test_jobs_begin_where_they_fit(fake: Fake) -> None:
     waiting = [measure.Waiting(job, "", seconds) for job, seconds in zip(queue.jobs(), (10.0, 20.0, 10.0))]
     for one, peak in zip(waiting, (10.0, 2.0, None)):
         one.job.records[:] = [{"config": "baseline"}, {"config": "kernels", "peak_gb": peak}]
+    waiting[0].job.records.extend({"config": name, "peak_gb": 4.0} for name in ("compile", "torchao_fp8_compile"))
     first, second, third = waiting
     made = slots.Slots(queue, 2, 40.0)
     needs = [made.needs_gb([one.job]) for one in waiting]
-    assert needs == pytest.approx([1.7 * 10 + 3, 1.7 * 2 + 3, 40 / 4])
+    assert needs == pytest.approx([1.2 * (10 + 4) + 5, 1.2 * 2 + 5, 40 / 4])
     assert slots.Slots(queue, 2, 8.0).needs_gb([first.job]) == 8.0  # alone on a GPU that may be too small
 
     def begins(running: list[slots.Running], seconds: float = 60.0) -> tuple[Any, ...] | None:
@@ -996,6 +997,18 @@ def test_list_runs() -> None:
 def test_only_this_machine_can_be_measured() -> None:
     with pytest.raises(SystemExit):
         measure.main(["--machine", "h200"])
+
+
+def test_a_call_that_is_ended_ends_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM raises, as an interrupt does, and does not end Python at once."""
+    monkeypatch.setattr(measure, "stale_builds", lambda *arguments: [])
+    monkeypatch.setattr(measure, "work", lambda *arguments: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="stopped by SIGTERM"):
+            measure.main(["--output", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
