@@ -40,7 +40,7 @@ from result_files import REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.table import Table
 from runs import add_options, begin
-from sharing import is_shared, share
+from sharing import give_turn, is_shared, share
 from steps import STEPS_AHEAD, error, free_memory, kernel_times, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
@@ -111,6 +111,7 @@ def measure(model: Any, ltx: ModuleType, tokens: int, batch: int, options: argpa
         for config in options.configs[:: -1 if turn % 2 else 1]:
             made = all_made[config]
             prompt = functools.partial(made.prefill, ids, mask=mask)
+            give_turn()
             prefill[config] += time_steps(prompt, options.steps, device, options.warm_up)
             for timed in (False, True) if turn == 0 else (True,):
                 step = made.decoder(ids, options.decoded + WARM_TOKENS, mask)

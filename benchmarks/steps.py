@@ -140,7 +140,6 @@ def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    give_turn()
     warm_up(step, warm_up_s)
     for _ in range(STEPS_AHEAD if steps > 1 else 0):
         step()
@@ -291,6 +290,7 @@ def measure(
         for measured in list(all_measured.values())[:: -1 if turn % 2 else 1]:
             for step, times in ((measured.step, measured.times), (measured.graph, measured.graph_times)):
                 if step is not None:
+                    give_turn()
                     times += time_steps(step, turns.steps_of(measured.step_s), device, turns.warm_up_s)
             progress.advance(task)
     for measured in all_measured.values():
