@@ -1,6 +1,6 @@
 """Whole clips: h200-clip.json and h100-80gb-hbm3-clip.json."""
 
-from pages.names import CLIP_CONFIGS
+from pages.names import CLIP_CONFIGS, FP8_PEAKS
 from pages.writing import Record, block, link, load, table, text
 
 CLIP_MODELS = {"ltx": "LTX-Video 2B", "ltx2": "LTX-2, with audio"}
@@ -38,6 +38,6 @@ def clips(file: str) -> str:
         f"{meta['torch']}, {meta['dtype']}, random weights ({link(file)}, `python benchmarks/clip.py`). The "
         "text encoder, the transformer and the video's decoder are optimized. Distilled: 8 steps without guidance. "
         "Guided: 30 steps with it. Times are in ms. Waiting for the host is the part of a clip in which no kernel "
-        f"runs. {meta.get('note', '')}".rstrip(),
+        f"runs. {FP8_PEAKS} {meta.get('note', '')}".rstrip(),
         table(head, row, rows),
     )

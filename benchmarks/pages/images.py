@@ -1,6 +1,6 @@
 """Whole images: h200-image.json."""
 
-from pages.names import CLIP_CONFIGS
+from pages.names import CLIP_CONFIGS, FP8_PEAKS
 from pages.writing import Record, block, link, load, table, text
 
 IMAGE_MODELS = {
@@ -53,6 +53,7 @@ def images() -> str:
         "Whole calls of the pipelines with prompt, steps, decoding and the conversion to PIL, on one "
         f"{meta['device']}, torch {meta['torch']}, {meta['dtype']}, random weights ({link('h200-image')}, "
         "`python benchmarks/image.py`). Times are in ms. The last two columns compare with the stock pipeline in "
-        "float32: the latents after all steps, and the image:",
+        "float32: the latents after all steps, and the image. "
+        f"{FP8_PEAKS}",
         table(head, row, rows),
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from plots import geometric_mean
 from records import AUTOTUNED
 
-from pages.names import COMPILED, CONFIGS, by_model, config_of, first_blocks, first_step, in_order, model_of
+from pages.names import COMPILED, CONFIGS, FP8_PEAKS, by_model, config_of, first_blocks, first_step, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
 PROFILED = ("baseline", "compile", "kernels", "kernels_fp8")  # the configurations whose kernels are shown
@@ -96,7 +96,8 @@ def models() -> str:
         f"random weights, batch as the pipelines pass it ({link('h200-models')}, `python benchmarks/models.py`). The "
         "error compares the first blocks of each kind with float32, after one forward and in the latents after "
         f"{loop_steps()} steps. `ms` is of launched steps, which wait for a slow host where they are short. There "
-        '`optimize` captures CUDA graphs by itself (`graphs="auto"`).',
+        '`optimize` captures CUDA graphs by itself (`graphs="auto"`). '
+        f"{FP8_PEAKS}",
         table(
             head,
             row,

@@ -45,6 +45,11 @@ CLIP_CONFIGS = {
     "kernels_fp8_graphs": '`optimize(precision="fp8", graphs=True)`',
     "kernels_fp8_auto": '`optimize(precision="fp8")`',
 }
+# Of models, images and clips: steps.options_of.
+FP8_PEAKS = (
+    'The rows in fp8 are with `stock_weights="beside"`: their peaks hold the stock weights too. '
+    "[Memory](fp8.md#memory) has the peaks of the default."
+)
 
 
 class Model(NamedTuple):
