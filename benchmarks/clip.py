@@ -255,8 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ltx_pipeline.quiet()
     facts = {"weights": "random", "dtype": options.dtype, "clips": options.clips}
-    ltx, output, meta, console = begin("clip", options, **facts)
     share()
+    ltx, output, meta, console = begin("clip", options, **facts)
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for model in options.models:

@@ -111,8 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8-families.json)")
     options = parser.parse_args(arguments)
     facts = {"diffusers": diffusers.__version__, "weights": "random"}
-    ltx, output, meta, console = begin("fp8-families", options, **facts)
     share()
+    ltx, output, meta, console = begin("fp8-families", options, **facts)
     records: list[dict[str, Any]] = []
     failed = False
     for name in options.models:

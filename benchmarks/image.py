@@ -50,7 +50,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from sharing import share
+from sharing import is_shared, share
 from steps import COLUMNS, TORCHAO_INDUCTOR, free_memory, options_of, synchronize, view_of
 from torch import Tensor
 from whole import Model, graphs_option, measure, modules_of, random_pipeline
@@ -291,6 +291,8 @@ def exact_results(pipe: Any, model: ImageModel, size: tuple[int, int], device: s
             module.float()
         return results(pipe, model, size)
     except torch.cuda.OutOfMemoryError:
+        if is_shared():  # others have part of the memory
+            raise
         return None
     finally:
         for module in modules_of(pipe):
@@ -386,8 +388,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ltx_pipeline.quiet()
     facts = {"weights": "random", "dtype": options.dtype, "images": options.images}
-    ltx, output, meta, console = begin("image", options, **facts)
     share()
+    ltx, output, meta, console = begin("image", options, **facts)
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

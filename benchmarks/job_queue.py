@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from records import LEDGER, PROGRAMS, Job, Program, Record, jobs_of, records_in
-from result_files import write
+from result_files import stamped, write
 from sharing import VARIABLE, Lock
 from sources import History, Sources, digest, working_tree
 from staleness import NEVER, Age, time_of
@@ -168,13 +168,17 @@ class Queue:
             done: set[str] = set()
             start = last = time.monotonic()
 
+            def is_new(job: Job) -> bool:
+                """Whether a job's records have changed. A program with two files writes them one after the other."""
+                texts = self.texts(job)
+                return bool(texts) and not any(map(operator.eq, texts, before[job.title]))
+
             def look(ended: bool = False) -> None:
                 nonlocal last
-                for job in batch:
-                    texts = self.texts(job)
-                    # A program with two files writes them one after the other.
-                    is_old = any(map(operator.eq, texts, before[job.title]))
-                    if job.title in done or not texts or (is_old and (by_steps or not ended)):
+                new = [job for job in batch if is_new(job)]
+                for job in new if by_steps else batch:
+                    is_whole = job is not new[-1] if program.in_parts else not self.lost(job, before[job.title])
+                    if job.title in done or not self.texts(job) or not (ended or is_whole):
                         continue
                     done.add(job.title)
                     now = time.monotonic()
@@ -190,15 +194,17 @@ class Queue:
                     if by_steps:
                         look()
                 stopped = process.poll() is None
-            finally:  # it has a session of its own, which an interrupted call would leave running
-                if stopped:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+            finally:  # it has a session of its own, in which what it has started may still run
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
             if status == 0 and not program.in_place and written.exists():
                 shutil.copyfile(written, target)
             if by_steps or status == 0:
                 look(ended=status == 0)
+            for job in batch if by_steps else ():
+                if job.title not in done and is_new(job):  # what it has written of a job is not all of it
+                    self.put_back(job, before[job.title])
             missing = next((job for job in batch if job.title not in done), None)
             lines = log.read_text(errors="replace").strip().splitlines()
             last_line = lines[-1].strip()[:300] if lines else "no output"
@@ -212,7 +218,8 @@ class Queue:
                 return done, {}
             if stopped:
                 seconds = time.monotonic() - last
-                self.note(missing, seconds=round(seconds, 1), stopped=True)
+                least = float(self.calls.get(missing.title, {}).get("seconds", 0.0))
+                self.note(missing, seconds=max(least, round(seconds, 1)), stopped=True)
                 print(f"{missing.title}: stopped after {seconds:.0f} s{end}", flush=True)
                 return done, {}
             reason = f"status {status}: {last_line}" if status else f"no record of it was written: {last_line}"
@@ -224,13 +231,31 @@ class Queue:
         """What a program runs in: it has the GPU to itself, or takes it by itself."""
         return self.lock.held() if self.lock and not program.shares else contextlib.nullcontext()
 
+    def paths(self, job: Job) -> list[Path]:
+        """The files that have a job's records."""
+        files = filter(None, (job.program.file, job.program.also))
+        return [self.output / f"{file.replace('{machine}', job.machine)}.json" for file in files]
+
     def texts(self, job: Job) -> list[str]:
-        """The records of a job as they stand in its files."""
+        """The records of a job as they stand in its files; nothing where one has none."""
         found = []
-        for file in filter(None, (job.program.file, job.program.also)):
-            records = records_in(self.output / f"{file.replace('{machine}', job.machine)}.json")
-            found.append(json.dumps([one for one in records if job.program.job_of(one) == job.name]))
+        for path in self.paths(job):
+            found.append(json.dumps([one for one in records_in(path) if job.program.job_of(one) == job.name]))
         return [] if "[]" in found else found
+
+    def lost(self, job: Job, before: Sequence[str]) -> list[str]:
+        """The configurations that a job's call measures and that have no new record in its file."""
+        old, new = ([one for text in texts[:1] for one in json.loads(text)] for texts in (before, self.texts(job)))
+        known = {record.get("config") for record in new if record not in old}
+        return [config for config in job.configs if config not in known]
+
+    def put_back(self, job: Job, texts: Sequence[str]) -> None:
+        """Replaces the records of a job in its files by those that stood there before."""
+        for place, path in enumerate(path for path in self.paths(job) if path.exists()):
+            result = json.loads(path.read_text())
+            others = [record for record in stamped(result) if job.program.job_of(record) != job.name]
+            parts = {key: value for key, value in result.items() if key not in ("meta", "records")}
+            write(path, result["meta"], [*others, *(json.loads(texts[place]) if texts else [])], **parts)
 
     def finish(self, job: Job, seconds: float) -> None:
         commits = {record.get("commit") for text in self.texts(job) for record in json.loads(text)}

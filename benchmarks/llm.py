@@ -184,8 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "weights": "random",
     }
-    ltx, output, meta, console = begin("llm", options, **facts)
     share()
+    ltx, output, meta, console = begin("llm", options, **facts)
     records: list[dict[str, Any]] = []
     failed = False
     with torch.no_grad():

@@ -230,8 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
         "prompts": list(options.prompts),
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
-    ltx, output, meta, console = begin("ltx", options, **facts)
     share()
+    ltx, output, meta, console = begin("ltx", options, **facts)
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         model = load_model(options.model, DTYPES[options.dtype], options.device)

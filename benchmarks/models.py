@@ -288,8 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
         installed = [config for config in ALL_CONFIGS if torchao or not config.startswith("torchao")]
         options.configs = [config for config in installed if config != AUTOTUNED]
     facts = {"diffusers": diffusers.__version__, "torchao": torchao, "dtype": options.dtype, "weights": "random"}
-    ltx, output, meta, console = begin("models", options, **facts)
     share()
+    ltx, output, meta, console = begin("models", options, **facts)
     profiles = output.with_name(f"{output.stem}-profile.json")
     records, profiled = earlier_records(output, meta), earlier_records(profiles, meta)
     graph_s = 0.0 if options.no_graphs else GRAPH_S

@@ -56,7 +56,11 @@ class Program:
     in_place: Whether the program keeps what its file has of other jobs, or goes on where it was stopped. The output of
         others goes to a file of its own until they have ended.
     folder: Whether the program's --output is a folder.
+    in_parts: Whether the program writes a job's records one after the other, or twice. They are whole when the next
+        job begins, or when the program has ended.
     shares: Whether the program calls `sharing.share`, so that other programs can use the GPU while it compiles.
+    times_host: Whether the program times the host, and no other one may run beside it.
+    copies: How many times the peaks of its records a program holds, because it keeps several models.
     root: The definition of the program that says what is measured (sources.Subject).
     """
 
@@ -73,7 +77,10 @@ class Program:
     machine: str = ""
     in_place: bool = True
     folder: bool = False
+    in_parts: bool = False
     shares: bool = False
+    times_host: bool = False
+    copies: float = 1.0
     root: str = "main"
 
     @property
@@ -247,13 +254,15 @@ PROGRAMS = [
     ),
     Program(
         "benchmarks/llm.py", "{machine}-llm", _llm_name, _llm_options, "--sizes", lambda name: name.split()[1],
-        keys=_one, shares=True,
+        keys=_one, shares=True, copies=1.8,
     ),
     Program(
         "benchmarks/clip.py", "{machine}-clip", lambda record: f"{record['model']} {record['recipe']} {_size(record)}",
         _clip_options, keys=_one, shares=True,
     ),
-    Program("benchmarks/image.py", "{machine}-image", _by_name("model"), _image_options, keys=_one, shares=True),
+    Program(
+        "benchmarks/image.py", "{machine}-image", _by_name("model"), _image_options, keys=_one, shares=True, copies=1.4,
+    ),
     Program(
         "benchmarks/vae.py", "{machine}-vae",
         lambda record: "ops" if "op" in record else " ".join(
@@ -265,12 +274,12 @@ PROGRAMS = [
     Program(
         "benchmarks/host.py", "{machine}-host", _by_name("model"),
         lambda name, records: ["--models"] if name == "ops" else [*configs(records), "--no-ops", "--models", name],
-        keys=_one,
+        keys=_one, times_host=True,
     ),
     Program(
         # Each call times the bare exchanges too, and FLUX.1's call is the shortest.
         "benchmarks/parallel.py", "{machine}-parallel", lambda record: str(record.get("model", "flux")),
-        _parallel_options, keys=_one,
+        _parallel_options, keys=_one, in_parts=True,
     ),
     _ltx("{machine}-ltx"),
     _ltx("{machine}-ltx-batch1", "--batch", "1"),
@@ -293,11 +302,12 @@ PROGRAMS = [
         "benchmarks/train.py", "{machine}-train",
         lambda record: f"{record['model']}{'' if record['rank'] else ' whole'}",
         _train_options,
-        "--models", lambda name: name.split()[0], keys=_one, shares=True,
+        "--models", lambda name: name.split()[0], keys=_one, shares=True, in_parts=True, copies=2.3,
     ),
     Program(
         "benchmarks/train_llm.py", "{machine}-train-llm", _train_llm_name, _train_llm_options, "--models",
         lambda name: name.split()[0], tables=("llm_shapes", "TRAINED"), keys=_one, shares=True,
+        in_parts=True,
     ),
     Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),
@@ -371,10 +381,14 @@ class Job:
     @property
     def lacking(self) -> list[str]:
         """The configurations that a call measures and the records lack, such as a peer that was added later."""
-        configs = itertools.dropwhile(lambda option: option != "--configs", self.options)
-        named = itertools.takewhile(lambda option: not option.startswith("--"), list(configs)[1:])
         known = {record.get("config") for record in self.records}
-        return [config for config in named if config not in known] if self.records else []
+        return [config for config in self.configs if config not in known] if self.records else []
+
+    @property
+    def configs(self) -> list[str]:
+        """The configurations that its call names."""
+        configs = itertools.dropwhile(lambda option: option != "--configs", self.options)
+        return list(itertools.takewhile(lambda option: not option.startswith("--"), list(configs)[1:]))
 
     @property
     def subject(self) -> Subject:

@@ -14,10 +14,22 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from sources import FOLDERS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "examples"))
 REPO_ID = "org/ltx-kernels"
+GIT = ("git", "-C", str(REPOSITORY))
+CHANGES = (
+    *GIT,
+    "status",
+    "--porcelain",
+    "--untracked-files=no",
+    "--",
+    *FOLDERS,
+    "build.toml",
+    ":(exclude)benchmarks/results",
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -76,10 +88,12 @@ def common_meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -
         driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
         facts |= {"driver": driver, "cuda": torch.version.cuda}
     if package is None:
-        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
-        return {**facts, "commit": output_of(git)}
+        return {**facts, "commit": output_of([*GIT, "describe", "--always", "--dirty", "--exclude", "*"])}
     made_of = package.get("provenance", {}).get("kernel", {})
-    return {**facts, "kernels": package["id"], "commit": made_of.get("commit"), "dirty": made_of.get("dirty")}
+    commit, dirty = made_of.get("commit"), made_of.get("dirty")
+    if commit and (dirty or output_of(CHANGES)):
+        commit += "-dirty"  # of sources that no commit has: never up to date
+    return {**facts, "kernels": package["id"], "commit": commit, "dirty": dirty}
 
 
 def as_text(result: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.file: IO[bytes] = self.path.open("ab")
-        self.is_held = False
+        self.is_held = self.is_kept = False
 
     @contextlib.contextmanager
     def _block(self, held: bool) -> Iterator[None]:
@@ -53,8 +53,17 @@ class Lock:
         return self._block(True)
 
     def released(self) -> contextlib.AbstractContextManager[None]:
-        """In its block other processes can have the lock. What this process has launched has ended."""
-        return self._block(False)
+        """In its block other processes can have the lock, unless this one keeps it. What it has launched has ended."""
+        return contextlib.nullcontext() if self.is_kept else self._block(False)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """In its block this process does not give the lock away."""
+        before, self.is_kept = self.is_kept, True
+        try:
+            yield
+        finally:
+            self.is_kept = before
 
     def turn(self, held: bool) -> None:
         """Takes the lock, which can wait for another process, or gives it back."""
@@ -77,6 +86,11 @@ def released() -> contextlib.AbstractContextManager[None]:
     return _shared[0].released() if _shared else contextlib.nullcontext()
 
 
+def timed() -> contextlib.AbstractContextManager[None]:
+    """For a block that is timed: the GPU is not given away in it, even if torch.compile compiles again."""
+    return _shared[0].kept() if _shared else contextlib.nullcontext()
+
+
 def give_turn() -> None:
     """Lets those that wait for the GPU use it first. What follows warms the GPU up by itself, or times nothing."""
     if _shared:
@@ -92,6 +106,7 @@ def share() -> None:
     if not is_shared():
         return
     from torch._dynamo import convert_frame
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.runtime import benchmarking, compile_tasks
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -123,7 +138,8 @@ def share() -> None:
         *lazy,
         (convert_frame, "_compile", lock.released),
         (CoordescTuner, "autotune", lock.released),
-        (AlgorithmSelectorCache, "benchmark_choices", lock.held),
+        (AlgorithmSelectorCache, "benchmark_in_current_process", lock.held),
+        (TritonScheduling, "benchmark_codegened_module", lock.held),
         (timer, "benchmark_gpu", lock.held),
     ):
         original = getattr(owner, name)

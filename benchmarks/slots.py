@@ -5,7 +5,8 @@ A slot has its part of the cores and runs one program at a time, in a folder of 
 the GPU to itself. What a program has measured is in the output's files when the program has ended.
 
 A job begins when a slot is free and the GPU has memory for it beside the jobs that run. How much it needs follows from
-the peaks of its records. A job that fails runs once more at the end, alone.
+the peaks of its records. A job that fails runs once more at the end, alone. A program that times the host runs alone,
+before the others.
 """
 
 from __future__ import annotations
@@ -74,19 +75,21 @@ class Slots:
         for record in (record for job in jobs for record in job.records if record.get("peak_gb")):
             apart = str(record.get("config")).startswith("torchao")
             peaks[apart] = max(peaks[apart], record["peak_gb"])
-        needed = PEAKS * sum(peaks.values()) + REST_GB if any(peaks.values()) else self.memory_gb / SHARE
+        held = jobs[0].program.copies * sum(peaks.values())
+        needed = PEAKS * held + REST_GB if held else self.memory_gb / SHARE
         return min(needed, self.memory_gb)
 
     def work(self, seconds: float, only: Sequence[str] = ("",)) -> dict[str, str]:
         """Measures until the time is over or nothing is left: why jobs failed, by their titles."""
         deadline = time.monotonic() + seconds
         waiting, failed = self.queue.waiting(only), dict[str, str]()
+        # Those that run alone begin first, then those that need most: small ones find room beside them.
+        waiting.sort(key=lambda one: (not one.job.program.times_host, -self.needs_gb([one.job])))
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(self.count) as pool:
             queues = self._queues(Path(folder))
             try:
                 self._run(pool, queues, waiting, deadline, failed)
                 again = [one for one in waiting if one.job.title in failed]
-                failed.clear()
                 self._run(pool, queues[:1], again, deadline, failed)
             finally:  # an interrupted call leaves no program behind
                 self.queue.stop.set()
@@ -123,6 +126,8 @@ class Slots:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 ended = running.pop(future)
                 done, failures = future.result()
+                for title in done:
+                    failed.pop(title, None)
                 failed |= failures
                 self._keep(queues[ended.slot], [one.job for one in ended.batch])
                 if failures:  # the program may have ended there, and the other jobs of its batch wait again
@@ -136,11 +141,14 @@ class Slots:
         slot = next((number for number in range(slots) if number not in taken), None)
         if slot is None or seconds <= 0:
             return None
-        one_is_alone = any(not one.batch[0].job.program.shares for one in running)
+        programs = [one.batch[0].job.program for one in running]
+        one_is_alone = any(not program.shares for program in programs)
+        if any(program.times_host for program in programs):
+            return None
         left_gb = self.memory_gb - sum(one.memory_gb for one in running)
         for place, first in enumerate(waiting):
             shares = first.job.program.shares
-            if one_is_alone and not shares:
+            if (one_is_alone and not shares) or (first.job.program.times_host and running):
                 continue
             # A program that shares the GPU gets one job, so that the others can go to other slots.
             jobs = next_batch([first] if shares else waiting[place:], seconds)
@@ -150,8 +158,9 @@ class Slots:
 
     def _measure(self, queue: Queue, running: Running, deadline: float) -> Result:
         jobs = [one.job for one in running.batch]
-        with queue.gpu_for(jobs[0].program):
-            return queue.run(jobs, deadline - time.monotonic())
+        with queue.gpu_for(jobs[0].program):  # which may wait until the time is over
+            seconds = deadline - time.monotonic()
+            return (set(), {}) if seconds <= 0 or queue.stop.is_set() else queue.run(jobs, seconds)
 
     def _keep(self, slot: Queue, jobs: Sequence[Job]) -> None:
         """Brings what a slot has measured into the output."""

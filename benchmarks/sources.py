@@ -145,15 +145,21 @@ def parsed(text: str) -> ast.Module:
 
 
 class _WithoutApart(ast.NodeTransformer):
-    """Takes out calls, alone or of a ``with``, of what a module imports from the files in APART."""
+    """Takes out calls, alone or of a ``with``, of what a module imports from the files in APART.
+
+    A call stays if its arguments are computed in it, since they can do what counts.
+    """
 
     def __init__(self, module: ast.Module) -> None:
         apart = {Path(path).stem for path in APART}
-        imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module in apart]
-        self.names = {one.asname or one.name for node in imports for one in node.names}
+        imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and not node.level]
+        defined = {node.name for node in ast.walk(module) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        named = {one.asname or one.name for node in imports if node.module in apart for one in node.names}
+        self.names = named - defined
 
     def _is_apart(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.names
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.names
+        return named and sum(isinstance(inner, ast.Call) for inner in ast.walk(node)) == 1
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if self._is_apart(node.value) else node

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sharing import give_turn, is_shared, released
+from sharing import give_turn, is_shared, released, timed
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
@@ -140,14 +140,15 @@ def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    warm_up(step, warm_up_s)
-    for _ in range(STEPS_AHEAD if steps > 1 else 0):
-        step()
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
+    with timed():
+        warm_up(step, warm_up_s)
+        for _ in range(STEPS_AHEAD if steps > 1 else 0):
+            step()
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 

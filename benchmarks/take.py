@@ -27,7 +27,8 @@ RESULTS = REPOSITORY / "benchmarks/results"
 def finished_in(folder: Path) -> dict[str, str]:
     """When the calls in a folder finished each job, by its title."""
     ledgers = [path for path in sorted(folder.glob("*.json")) if is_ledger(path.stem)]
-    return {call["job"]: call["date"] for path in ledgers for call in records_in(path) if "sources" in call}
+    calls = [call for path in ledgers for call in records_in(path) if "sources" in call]
+    return {call["job"]: call["date"] for call in calls if "failed" not in call and not call.get("stopped")}
 
 
 def measured_in(
@@ -62,10 +63,11 @@ def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str)
     date: When the last of these jobs was measured. Some programs leave the date of their first run in a file.
     """
     source, target = folder / f"{file}.json", results / f"{file}.json"
-    if not target.exists() or any(job.name == WHOLE for job in jobs):
+    new, job_of = json.loads(source.read_text()), jobs[0].program.job_of
+    if any(job.name == WHOLE for job in jobs):
         target.write_text(source.read_text())
         return
-    old, new, job_of = json.loads(target.read_text()), json.loads(source.read_text()), jobs[0].program.job_of
+    old = json.loads(target.read_text()) if target.exists() else {**new, "records": []}
     fresh: dict[str, list[Record]] = {job.name: [] for job in jobs}
     for record in stamped(new):
         if job_of(record) in fresh:
@@ -88,12 +90,25 @@ def take_files(program: Program, machine: str, jobs: Sequence[Job], folder: Path
             take(file, jobs, folder, results, date)
 
 
+def is_of_earlier_commit(new: Job, known: Job, history: History) -> bool:
+    """Whether all records are of earlier commits than those that are known here, as far as the history tells."""
+    if not history.is_whole:
+        return False
+    order = {commit: place for place, commit in enumerate(history.commits)}  # the newest stands first
+    of_new, of_known = (
+        [order.get(history.named(str(commit)) or "", -1) for commit in job.commits] for job in (new, known)
+    )
+    return bool(of_new and of_known) and min(of_new + of_known) >= 0 and min(of_new) > max(of_known)
+
+
 def why_left(new: Job, known: Job | None, history: History) -> str:
     """Why new records do not replace those that are known here; empty if they do."""
     if known is None:
         return ""
     if time_of(new, history) < time_of(known, history):
         return "the record here is newer"
+    if is_of_earlier_commit(new, known, history):
+        return "the record here is of a newer commit"
     missing = missing_peers(known.records, new.records)
     return f"no time of {', '.join(missing)}, which the record has here" if missing else ""
 

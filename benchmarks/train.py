@@ -339,8 +339,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.configs.remove("torchao_fp8_compile")
         print("not run: torchao, which needs a GPU and to be installed")
     facts = {"peft": peft.__version__, "torchao": torchao, "targets": TARGETS, "dtype": options.dtype}
-    ltx, output, meta, console = begin("train", options, **facts)
     share()
+    ltx, output, meta, console = begin("train", options, **facts)
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

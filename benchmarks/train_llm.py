@@ -172,8 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "weights": "random",
     }
-    ltx, output, meta, console = begin("train-llm", options, **facts)
     share()
+    ltx, output, meta, console = begin("train-llm", options, **facts)
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

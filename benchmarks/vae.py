@@ -43,7 +43,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from sharing import share
+from sharing import share, timed
 from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
@@ -198,10 +198,11 @@ def configured(config: str, vae: Any, ltx: Any) -> Any:
 
 
 def milliseconds(call: Callable[[], Any], device: str) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    call()
-    synchronize(device)
+    with timed():
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
     return (time.perf_counter() - began) * 1e3
 
 
@@ -422,8 +423,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device != "cuda" and not options.no_ops:
         parser.error("expected --no-ops without a GPU: ops are timed on one")
     facts = {"cudnn": torch.backends.cudnn.version(), "rounds": options.rounds}
-    ltx, output, meta, console = begin("vae", options, **facts)
     share()
+    ltx, output, meta, console = begin("vae", options, **facts)
     records: list[dict[str, Any]] = []
 
     def save(measured: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from sharing import is_shared
+from sharing import is_shared, timed
 from steps import kernel_times, synchronize, weight_bytes
 from torch import nn
 
@@ -106,7 +106,8 @@ def measure(
     times: dict[str, list[dict[str, float]]] = {config: [] for config in made}
     for turn in range(calls):
         for config in list(made)[:: -1 if turn % 2 else 1]:
-            times[config].append(call(made[config]))
+            with timed():
+                times[config].append(call(made[config]))
             progress.advance(task)
     for config, record in records.items():
         parts = {key: round(statistics.median(one[key] for one in times[config]), 2) for key in times[config][0]}

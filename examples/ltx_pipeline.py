@@ -226,7 +226,7 @@ def load_pipeline(
             raise
         except (OSError, ValueError, ImportError) as error:
             raise ExampleError(
-                f"{model}: {error}\nA Hub id needs the network, and its tokenizer `pip install sentencepiece protobuf`; "
+                f"{model}: {error}\nA Hub id needs the network, and its tokenizer `pip install sentencepiece`; "
                 "--model tiny and --model random make a model with random weights"
             ) from error
         if not isinstance(pipe.transformer, LTXVideoTransformer3DModel):

@@ -270,6 +270,8 @@ def fake(tmp_path: Path) -> Fake:
         ("torch-ext/ltx_kernels/_torch_private.py", "import _pytree", "import pytree"),
         ("benchmarks/shared.py", "return 1", "return 3"),
         ("benchmarks/program.py", "    helper()\n", "    helper(share())\n"),
+        ("benchmarks/program.py", "    helper()\n", "    share(helper())\n"),
+        ("benchmarks/program.py", "from sharing import share", "from shared import other as share"),
         ("build.toml", '"kernel_src/ltx/rows.cuh"', '"kernel_src/ltx/rows.cuh", "kernel_src/rope.cu"'),
     ],
 )
@@ -501,6 +503,71 @@ def test_an_interrupted_call_leaves_no_program_behind(fake: Fake, monkeypatch: p
     assert program.wait(10) == -signal.SIGKILL
 
 
+def test_what_a_program_started_ends_with_it(fake: Fake) -> None:
+    """It could use the GPU while another program times something."""
+    fake.cases = ["flawed"]
+    child = "import subprocess; path.with_name('pid').write_text(str(subprocess.Popen(['sleep', '60']).pid))"
+    fake.edit("benchmarks/program.py", 'sys.exit("a flaw")', f'{child}; sys.exit("a flaw")')
+    assert measure.work(fake.queue(), 60, only=[": flawed"]) == 0
+    stat = Path("/proc", (fake.results / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rsplit(") ", 1)[1][0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline
+
+
+CONFIGURED = """
+    import argparse, json, pathlib, sys
+
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--configs", nargs="+")
+        parser.add_argument("--cases", nargs="+")
+        parser.add_argument("--output", type=pathlib.Path)
+        options = parser.parse_args()
+        commit = (pathlib.Path(__file__).parent / "commit").read_text()
+        for case in options.cases:
+            for config in options.configs:
+                if config == "failing":
+                    continue
+                result = json.loads(options.output.read_text())
+                kept = [one for one in result["records"] if (one["name"], one["config"]) != (case, config)]
+                new = {"name": case, "config": config, "commit": commit, "date": "2026-01-02T00:00:00+00:00"}
+                options.output.write_text(json.dumps({**result, "records": [*kept, new]}))
+                if config == "crashing":
+                    sys.exit("a crash")
+        return int("failing" in options.configs)
+
+    if __name__ == "__main__":
+        sys.exit(main())
+"""  # a program that goes on after a configuration that fails, and ends at one that crashes
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("config, in_parts", [("failing", False), ("crashing", True), ("sound", True)])
+def test_a_job_without_one_of_its_configurations_has_failed(
+    fake: Fake, config: str, in_parts: bool, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its records of before stay, all of them: else the next call would not know what was lost."""
+    fake.write("benchmarks/program.py", textwrap.dedent(CONFIGURED))
+    commit, path = fake.commit(), fake.results / "gpu-program.json"
+    names = ["stock", config, "peer"]
+    before = [{"name": "a", "config": name, "commit": "0" * 40, "date": "2026-01-01T00:00:00+00:00"} for name in names]
+    path.write_text(json.dumps({"meta": {"device": "gpu"}, "records": before}))
+    fake.cases = ["a"]
+    program = dataclasses.replace(
+        fake.program(shares=True), options=lambda name, of: records.configs(of), in_parts=in_parts
+    )
+    queue = measure.Queue(fake.root, fake.results, fake.results, ["gpu"], programs=[program])
+    failed = config != "sound"
+    assert measure.work(queue, 60, slots=count) == int(failed)
+    after = json.loads(path.read_text())["records"]
+    assert {one["config"] for one in after} == set(names)
+    assert {one["commit"] for one in after} == {"0" * 40 if failed else commit}
+    assert ("failed: program: a:" in capsys.readouterr().out) == failed
+    assert bool(queue.waiting()) == failed
+
+
 def test_without_the_history_the_digests_of_earlier_calls_count(fake: Fake) -> None:
     """A machine may have a copy of the files alone."""
     fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
@@ -562,6 +629,38 @@ def test_a_record_that_is_older_is_left(fake: Fake, tmp_path: Path) -> None:
     assert [job.name for job in jobs] == ["b"] and left == {"program: a": "the record here is newer"}
     written = json.loads((fake.results / "gpu-program.json").read_text())["records"]
     assert {record["name"]: record["commit"] == newer for record in written} == {"a": True, "b": False}
+
+
+def test_a_record_of_an_earlier_commit_is_left(fake: Fake, tmp_path: Path) -> None:
+    """Though it was measured later. And a call that failed, or was stopped, has none."""
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.edit("benchmarks/program.py", "2026-01-02", "2026-01-09")
+    fake.commit()
+    assert measure.work(fake.queue(tmp_path / "old"), 60) == 0
+    fake.edit("kernel_src/norm.cu", "launch(p, 2);", "launch(p, 3);")
+    fake.edit("benchmarks/program.py", "2026-01-09", "2026-01-02")
+    fake.commit()
+    assert measure.work(fake.queue(), 60, only=[": a"]) == 0
+    history, program = sources.History(fake.root), fake.program()
+    jobs, left = take.take_all(tmp_path / "old", fake.results, history, [program])
+    assert [job.name for job in jobs] == ["b"] and left == {"program: a": "the record here is of a newer commit"}
+    queue = fake.queue(tmp_path / "old")
+    queue.note(queue.jobs([": b"])[0], failed="a reason")
+    (fake.results / "gpu-program.json").unlink()
+    jobs, _ = take.take_all(tmp_path / "old", fake.results, history, [program])
+    assert [job.name for job in jobs] == ["a"]  # and no other record comes into a file that is not there
+    assert [one["name"] for one in json.loads((fake.results / "gpu-program.json").read_text())["records"]] == ["a"]
+
+
+@pytest.mark.parametrize("dirty, changes, named", [(True, None, False), (False, " M f.py", False), (False, None, True)])
+def test_records_of_sources_without_a_commit_name_none(
+    monkeypatch: pytest.MonkeyPatch, dirty: bool, changes: str | None, named: bool
+) -> None:
+    """Of a build with changes, and of a checkout with some: such a record is never up to date."""
+    monkeypatch.setattr(result_files, "output_of", lambda command: changes if command == result_files.CHANGES else "x")
+    package = {"id": "x", "provenance": {"kernel": {"commit": "f" * 40, "dirty": dirty}}}
+    commit = result_files.common_meta(package)["commit"]
+    assert (commit == "f" * 40) == named and (named or commit == "f" * 40 + "-dirty")
 
 
 @pytest.mark.parametrize("unit", ["us", "ms"])
@@ -671,6 +770,7 @@ def test_others_get_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock's file of a program that shares the GPU. What `share` replaces is put back when the test ends."""
     from torch._dynamo import convert_frame
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -680,7 +780,8 @@ def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *((owner, "_get_module") for owner in lazy),
         (convert_frame, "_compile"),
         (CoordescTuner, "autotune"),
-        (AlgorithmSelectorCache, "benchmark_choices"),
+        (AlgorithmSelectorCache, "benchmark_in_current_process"),
+        (TritonScheduling, "benchmark_codegened_module"),
         (type(benchmarking.benchmarker), "benchmark_gpu"),
     ):
         monkeypatch.setattr(owner, name, vars(owner)[name])
@@ -704,6 +805,7 @@ def test_others_have_the_gpu_while_libraries_are_imported(lock_file: Path, monke
 
 def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not while it times kernels, which it does within its compiling and its tuning."""
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType
@@ -723,7 +825,8 @@ def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: 
 
     monkeypatch.setattr(timer, "benchmark_gpu", times)
     monkeypatch.setattr(CoordescTuner, "autotune", compiles)
-    monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_choices", classmethod(times))
+    monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_in_current_process", classmethod(times))
+    monkeypatch.setattr(TritonScheduling, "benchmark_codegened_module", times)
     monkeypatch.delenv(sharing.VARIABLE)
     sharing.share()
     with sharing.released():
@@ -739,8 +842,15 @@ def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: 
         assert not is_free(lock_file)
         found.clear()
     with sharing.released():
-        AlgorithmSelectorCache.benchmark_choices([])
-    assert found == [("times", False)]
+        AlgorithmSelectorCache.benchmark_in_current_process([])
+        TritonScheduling.benchmark_codegened_module(None)
+    assert found == [("times", False)] * 2
+    found.clear()
+    with sharing.timed():  # a figure has the seconds of its own compiling, and not those of another program
+        CoordescTuner.autotune(torch.ones(2))
+    assert found == [("compiles", False), ("times", False), ("compiles", False)]
+    with sharing.released():
+        assert is_free(lock_file)
     # Each launch of a template asks for a tuning that it does not need. Others would get the GPU in timed steps.
     monkeypatch.setattr(sharing.Lock, "turn", lambda *arguments: pytest.fail("the lock was given away"))
     template = CachingAutotuner.__new__(CachingAutotuner)
@@ -846,6 +956,33 @@ def test_jobs_begin_where_they_fit(fake: Fake) -> None:
     assert begins([slots.Running(1, [third], 25.0)], 15.0) == (0, third)
     assert begins([slots.Running(0, [third], 39.0)]) is None
     assert begins([slots.Running(0, [third], 1.0), slots.Running(1, [second], 1.0)]) is None
+
+
+def test_a_program_that_times_the_host_runs_alone(fake: Fake) -> None:
+    fake.cases = ["c", "d"]
+    queue = fake.queue(shares=True)
+    first, second = queue.waiting()
+    alone = dataclasses.replace(second.job, program=dataclasses.replace(fake.program(), times_host=True))
+    second = dataclasses.replace(second, job=alone)
+    made = slots.Slots(queue, 2, 40.0)
+    found = made._next([first, second], [], 2, 60.0)
+    assert found and found.batch == [first]
+    assert made._next([second], [found], 2, 60.0) is None
+    found = made._next([second], [], 2, 60.0)
+    assert found and found.batch == [second] and made._next([first], [found], 2, 60.0) is None
+
+
+def test_what_failed_is_told_where_no_time_is_left(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing begins after the end of the time, such as what has waited for the GPU."""
+    fake.cases = ["bad"]
+    queue = fake.queue(shares=True)
+    (one,) = queue.waiting()
+    made = slots.Slots(queue, 2, 40.0)
+    assert made._measure(queue, slots.Running(0, [one], 1.0), time.monotonic() - 1) == (set(), {})
+    assert not queue.calls
+    runs = iter([{"program: bad": "a reason"}, {}])
+    monkeypatch.setattr(made, "_run", lambda pool, queues, waiting, deadline, failed: failed.update(next(runs)))
+    assert made.work(60) == {"program: bad": "a reason"}
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
