@@ -659,7 +659,7 @@ def test_a_result_names_the_commit_of_its_build() -> None:
     """And not the checkout's, which may have no history."""
     package = {"id": "build", "provenance": {"kernel": {"commit": "c" * 40, "dirty": True}}}
     meta = result_files.common_meta(package)
-    assert (meta["kernels"], meta["commit"], meta["dirty"]) == ("build", "c" * 40, True)
+    assert (meta["kernels"], meta["commit"], meta["dirty"]) == ("build", "c" * 40 + "-dirty", True)
     assert result_files.common_meta({"id": "build"})["commit"] is None
     assert result_files.output_of(["no-such-command"]) is None
 
