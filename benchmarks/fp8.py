@@ -6,9 +6,9 @@
 Each recipe denoises the same noise with diffusers' LTXPipeline, guidance and all; the stock model in float32 does it
 too, and its latents after every step and its decoded frames are what the others are compared with: relative L2 error of
 the latents, PSNR and SSIM of the frames (SSIM where scikit-image is installed). With random weights the frames show
-nothing, but their differences are the model's. The JSON has the means over the seeds; beside it goes a picture of the
-error by step, and of error against the time of a step, replayed as a CUDA graph: a clip this short would wait for the
-host. torchao's recipe has no such time, since it is made for torch.compile: benchmarks/ltx.py has it.
+nothing, but their differences are the model's. The JSON has the means over the seeds, and the time of a
+step, replayed as a CUDA graph: a clip this short would wait for the host. torchao's recipe has no such time, since it
+is made for torch.compile: benchmarks/ltx.py has it.
 """
 
 from __future__ import annotations
@@ -131,46 +131,6 @@ def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, r
             record["graph_ms"] = round(statistics.median(times), 3)
 
 
-def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (by_step, by_time, memory) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
-    for record in records:
-        steps = range(1, len(record["error_by_step"]) + 1)
-        (line,) = by_step.plot(steps, record["error_by_step"], label=record["recipe"])
-        color = line.get_color()
-        memory.barh(record["recipe"], record["weights_gb"], color=color, alpha=0.35 if "freed_gb" in record else 1)
-        if "freed_gb" in record:
-            memory.barh(record["recipe"], record["freed_gb"], color=color)
-        if "graph_ms" not in record:
-            continue
-        by_time.plot(record["graph_ms"], record["latents_error"], "o", color=color)
-        by_time.annotate(
-            record["recipe"],
-            (record["graph_ms"], record["latents_error"]),
-            (5, 4),
-            textcoords="offset points",
-            fontsize=8,
-            rotation=35,
-        )
-    by_step.set_xlabel("denoising step")
-    by_step.set_ylabel("relative error of the latents against float32")
-    by_step.set_yscale("log")
-    by_step.legend(frameon=False, fontsize=8)
-    by_time.set_xlabel("ms a step")
-    by_time.set_ylabel("error after the last step")
-    by_time.set_ylim(0, 1.25 * max(record["latents_error"] for record in records))
-    memory.set_xlabel("GiB of weights; pale: unless the stock ones are freed")
-    memory.invert_yaxis()
-    for axis in (by_step, by_time, memory):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     command_line.add_arguments(parser)
@@ -218,8 +178,6 @@ def main(arguments: list[str] | None = None) -> int:
         if args.only != "errors":
             measure_costs(ltx, stock, args, records)
             write(output, meta, records)
-    clip = f"{args.frames} frames of {args.height}x{args.width}, {args.steps} steps"
-    draw(records, output, f"LTX-Video, {clip}, {meta['device']}")
     texts, numbers = ("recipe",), ("graph ms", "weights GiB", "freed GiB", "error of the latents", "PSNR dB", "SSIM")
     table = empty_table("Distance from the stock model in float32", texts, numbers)
     for record in records:

@@ -12,7 +12,6 @@ layers (where torchao is installed), compiled block by block.
 less, the step waits for the host. `first_step_s` is what it takes from the call that makes a configuration to the
 end of its first step; `peak_gb` its weights and what a step needs beside them; `error_vs_fp32` the relative L2 error of
 the result against the stock model in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels.
-Beside the JSON goes a picture of where the time of a step goes on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,8 +54,6 @@ TEXT_TOKENS = 128
 IDENTITY = ("frames", "height", "width", "batch", "config")  # what a record measures
 PROMPTS = 10, 60  # how many of them are not padding: a short negative prompt and an ordinary one
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
-COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
-COLOURS["idle"] = "#CCCCCC"
 
 
 def load_model(name: str, dtype: torch.dtype, device: str) -> LTXVideoTransformer3DModel:
@@ -137,41 +133,6 @@ def measure_frames(
     return [{"config": config, **one.record} for config, one in measured.items()]
 
 
-def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
-    """One panel a group: where the time of a step goes on the device, by configuration."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(4, len(groups))
-    rows = math.ceil(len(groups) / columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=((6.4 if columns < 3 else 4.8) * columns, 3.8 * rows), squeeze=False
-    )
-    for axis in axes.flat[len(groups) :]:
-        axis.remove()
-    for axis, (name, shown) in zip(axes.flat, groups.items()):
-        bottom = [0.0] * len(shown)
-        names = [label(record["config"]).replace(" + ", "\n+ ") for record in shown]
-        for kind, colour in COLOURS.items():
-            heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
-            axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
-            bottom = [b + h for b, h in zip(bottom, heights)]
-        for i, record in enumerate(shown):
-            axis.text(i, bottom[i], f"{record['step_ms']:.1f} ms", ha="center", va="bottom", fontsize=9)
-        axis.set_title(name)
-        axis.set_ylim(0, max(bottom) * 1.12)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="x", labelsize=8)
-    axes[0][0].set_ylabel("ms a denoising step")
-    axes.flat[len(groups) - 1].legend(frameon=False, fontsize=8, loc="upper right")
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-    pyplot.close(figure)
-
-
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     numbers = "ms", "p90", "speed-up", "graph ms", "first step s", "peak GiB", "error", "PSNR dB"
     table = empty_table("LTX-Video, one denoising step", ("frames", "configuration"), numbers)
@@ -244,13 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
             shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
             measured = measure_frames(model, exact, ltx, inputs, frames, chosen, options, progress)
             records += [{**shape, **record} for record in measured]
-            shown = kept_records(output, meta, records, IDENTITY)
-            write(output, meta, shown)
-    if options.device == "cuda":
-        size = f"batch {options.batch}, {options.height}x{options.width}, {options.dtype}"
-        sizes = sorted({record["frames"] for record in shown})
-        groups = {f"{n} frames": [r for r in shown if r["frames"] == n] for n in sizes}
-        draw(groups, output, f"LTX-Video 2B, {size}, {meta['device']}")
+            write(output, meta, kept_records(output, meta, records, IDENTITY))
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

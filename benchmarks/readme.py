@@ -2,8 +2,8 @@
 
     python benchmarks/readme.py [--check]
 
-A part of a page between <!-- NAME --> and <!-- /NAME --> is written whole, by a function of pages/, and so is a picture
-(`picture` in pages/writing.py). A figure in a
+A part of a page between <!-- NAME --> and <!-- /NAME --> is written whole, by a function of pages/, and so is an SVG
+(`picture` in pages/writing.py). A PNG of other records than its file has is drawn anew (plots.py). A figure in a
 sentence carries a comment with the file and the key that it comes from, and its digits are written anew:
 
     20.3<!-- h200-ltx-batch1 config=kernels step_ms --> ms
@@ -30,7 +30,7 @@ from typing import Any
 import pages
 from pages.marks import TOLD, mark
 from pages.writing import BLOCKS, PICTURES, REPOSITORY, at, load
-from plots import READ, RESULTS
+from plots import READ, RESULTS, outdated, redraw
 from sources import HistoryError
 
 for module in pkgutil.iter_modules(pages.__path__):  # each adds its functions to BLOCKS
@@ -130,12 +130,16 @@ def main() -> int:
     wanted = {page: with_figures(text) for page, text in wanted.items()}
     wanted |= {REPOSITORY / path: draw() for path, draw in PICTURES.items()}
     stale = {page: text for page, text in wanted.items() if not page.exists() or page.read_text() != text}
-    if arguments.check and stale:
-        names = ", ".join(str(page.relative_to(REPOSITORY)) for page in stale)
+    pictures = outdated()
+    if arguments.check and (stale or pictures):
+        names = ", ".join(
+            [*(str(page.relative_to(REPOSITORY)) for page in stale), *(f"{name}.png" for name in pictures)]
+        )
         print(f"{names}: not what benchmarks/results says; run python benchmarks/readme.py")
         return 1
     for page, text in stale.items():
         page.write_text(text)
+    redraw(pictures)
     return 0
 
 

@@ -279,6 +279,23 @@ def test_readme_shows_the_results() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.parametrize("name", plots.PNGS)
+def test_a_picture_of_other_records_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And drawn again. The pictures here are compared with their records by readme.py --check."""
+    pytest.importorskip("matplotlib")
+    result = plots.load(plots.PNGS[name].file)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    monkeypatch.setattr(plots, "PNGS", {name: plots.PNGS[name]})
+    path = tmp_path / f"{plots.PNGS[name].file}.json"
+    path.write_text(json.dumps(result))
+    assert plots.outdated() == [name]  # there is none
+    plots.redraw([name])
+    assert plots.outdated() == []
+    result["records"][0]["commit"] = "f" * 40
+    path.write_text(json.dumps(result))
+    assert plots.outdated() == [name]
+
+
 def test_results_are_cited() -> None:
     """Each file by a page or beside a constant, and each question of the trials by the file that it names."""
     sources = [path for place in ("kernel_src", "torch-ext") for path in (readme.REPOSITORY / place).rglob("*.*")]
