@@ -165,6 +165,7 @@ class Queue:
                     command, stdout=file, stderr=file, cwd=self.root, env=variables, start_new_session=True
                 )
             before = {job.title: self.texts(job) for job in batch}
+            looked: list[int] = []  # when the files were written that were looked at last
             done: set[str] = set()
             start = last = time.monotonic()
 
@@ -174,7 +175,11 @@ class Queue:
                 return bool(texts) and not any(map(operator.eq, texts, before[job.title]))
 
             def look(ended: bool = False) -> None:
-                nonlocal last
+                nonlocal last, looked
+                written_at = [path.stat().st_mtime_ns for path in self.paths(first) if path.exists()]
+                if written_at == looked and not ended:  # to read the files takes time from what is measured
+                    return
+                looked = written_at
                 new = [job for job in batch if is_new(job)]
                 for job in new if by_steps else batch:
                     is_whole = job is not new[-1] if program.in_parts else not self.lost(job, before[job.title])

@@ -107,6 +107,7 @@ def share() -> None:
         return
     from torch._dynamo import convert_frame
     from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime import benchmarking, compile_tasks
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -140,6 +141,7 @@ def share() -> None:
         (CoordescTuner, "autotune", lock.released),
         (AlgorithmSelectorCache, "benchmark_in_current_process", lock.held),
         (TritonScheduling, "benchmark_codegened_module", lock.held),
+        (pad_mm, "_should_pad", lock.held),
         (timer, "benchmark_gpu", lock.held),
     ):
         original = getattr(owner, name)

@@ -771,6 +771,7 @@ def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock's file of a program that shares the GPU. What `share` replaces is put back when the test ends."""
     from torch._dynamo import convert_frame
     from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -782,6 +783,7 @@ def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (CoordescTuner, "autotune"),
         (AlgorithmSelectorCache, "benchmark_in_current_process"),
         (TritonScheduling, "benchmark_codegened_module"),
+        (pad_mm, "_should_pad"),
         (type(benchmarking.benchmarker), "benchmark_gpu"),
     ):
         monkeypatch.setattr(owner, name, vars(owner)[name])
@@ -806,6 +808,7 @@ def test_others_have_the_gpu_while_libraries_are_imported(lock_file: Path, monke
 def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not while it times kernels, which it does within its compiling and its tuning."""
     from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime import benchmarking
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType
@@ -827,6 +830,7 @@ def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: 
     monkeypatch.setattr(CoordescTuner, "autotune", compiles)
     monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_in_current_process", classmethod(times))
     monkeypatch.setattr(TritonScheduling, "benchmark_codegened_module", times)
+    monkeypatch.setattr(pad_mm, "_should_pad", times)
     monkeypatch.delenv(sharing.VARIABLE)
     sharing.share()
     with sharing.released():
@@ -844,7 +848,8 @@ def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: 
     with sharing.released():
         AlgorithmSelectorCache.benchmark_in_current_process([])
         TritonScheduling.benchmark_codegened_module(None)
-    assert found == [("times", False)] * 2
+        pad_mm._should_pad()
+    assert found == [("times", False)] * 3
     found.clear()
     with sharing.timed():  # a figure has the seconds of its own compiling, and not those of another program
         CoordescTuner.autotune(torch.ones(2))
