@@ -48,7 +48,7 @@ CLIP_CONFIGS = {
 # Of models, images and clips: steps.options_of.
 FP8_PEAKS = (
     'The rows in fp8 are with `stock_weights="beside"`: their peaks hold the stock weights too. '
-    "[Memory](fp8.md#memory) has the peaks of the default."
+    "[Memory](measured/fp8.md#memory) has the peaks of the default."
 )
 
 
