@@ -6,9 +6,9 @@
 Each recipe denoises the same noise with diffusers' LTXPipeline, guidance and all; the stock model in float32 does it
 too, and its latents after every step and its decoded frames are what the others are compared with: relative L2 error of
 the latents, PSNR and SSIM of the frames (SSIM where scikit-image is installed). With random weights the frames show
-nothing, but their differences are the model's. The JSON has the means over the seeds, and the time of a
-step, replayed as a CUDA graph: a clip this short would wait for the host. torchao's recipe has no such time, since it
-is made for torch.compile: benchmarks/ltx.py has it.
+nothing, but their differences are the model's. The JSON has the means over the seeds, and the time of a step,
+replayed as a CUDA graph: a clip this short would wait for the host. torchao's recipe has no such time, since it is made
+for torch.compile: benchmarks/ltx.py has it.
 """
 
 from __future__ import annotations

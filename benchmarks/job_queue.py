@@ -213,9 +213,8 @@ class Queue:
             missing = next((job for job in batch if job.title not in done), None)
             lines = log.read_text(errors="replace").strip().splitlines()
             last_line = lines[-1].strip()[:300] if lines else "no output"
-            failures = [
-                line for line in lines[:-TAIL] if " failed: " in line
-            ]  # it may have gone on with its other jobs
+            # A program may have gone on with its other jobs.
+            failures = [line for line in lines[:-TAIL] if " failed: " in line]
             end = "".join(f"\n    {line}" for line in [*failures[-TAIL:], *lines[-TAIL:]])
             if missing is None:
                 if status and not stopped:  # such as a planted defect that no test noticed

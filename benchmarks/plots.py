@@ -219,12 +219,12 @@ PNGS = {
 
 
 def digest(result: dict[str, Any]) -> str:
-    """A name of the records that a picture shows, which its PNG has as its description."""
-    return hashlib.sha256(json.dumps(result["records"]).encode()).hexdigest()[:16]
+    """A name of what a picture shows and of this file, which draws it. Its PNG has it as its description."""
+    return hashlib.sha256((json.dumps(result) + Path(__file__).read_text()).encode()).hexdigest()[:16]
 
 
 def outdated() -> list[str]:
-    """The pictures that are missing, or show other records than their files have."""
+    """The pictures that are missing, show something else than their files have, or were drawn in another way."""
     return [name for name, one in PNGS.items() if _description(name) != digest(load(one.file))]
 
 

@@ -60,7 +60,8 @@ class Program:
         job begins, or when the program has ended.
     shares: Whether the program calls `sharing.share`, so that other programs can use the GPU while it compiles.
     times_host: Whether the program times the host, and no other one may run beside it.
-    copies: How many times the peaks of its records a program holds, because it keeps several models.
+    copies: A guess, from reading the program: how many times the peaks of its records it holds, since it keeps several
+        models. Where it is too low, a job can run out of memory beside others. It then runs again alone.
     root: The definition of the program that says what is measured (sources.Subject).
     """
 

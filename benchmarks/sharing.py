@@ -112,8 +112,8 @@ def share() -> None:
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-    # The workers of torch.compile compile with the ptxas of torch. This process would have that of Triton, whose
-    # kernels count as others: "max-autotune" would compile all of them again, one by one, while it has the GPU.
+    # torch.compile's workers use torch's ptxas. This process would use Triton's, and Triton keeps the kernels of two
+    # versions apart. "max-autotune" would then compile each kernel again, while this process has the GPU.
     compile_tasks._set_triton_ptxas_path()
     lock = Lock(Path(os.environ[VARIABLE]))
     lazy = [

@@ -26,7 +26,7 @@ from records import Job
 from sharing import Lock
 from take import take_files
 
-PEAKS, REST_GB = 1.2, 5.0  # what a program needs: so many times its peaks, and so much more
+PEAKS, REST_GB = 1.2, 5.0  # a guess: a program needs so many times its peaks, and so much more
 SHARE = 4  # a job whose peak is not known counts as a fourth of the memory
 KEPT_GB = 6.0  # of the GPU's memory, for the contexts of the programs
 

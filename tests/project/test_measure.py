@@ -851,7 +851,7 @@ def test_others_have_the_gpu_while_torch_compiles(lock_file: Path, monkeypatch: 
         pad_mm._should_pad()
     assert found == [("times", False)] * 3
     found.clear()
-    with sharing.timed():  # a figure has the seconds of its own compiling, and not those of another program
+    with sharing.timed():  # no other program runs, even while this one compiles
         CoordescTuner.autotune(torch.ones(2))
     assert found == [("compiles", False), ("times", False), ("compiles", False)]
     with sharing.released():
